@@ -1,0 +1,40 @@
+"""Writes a benchmark's result where a reader looks for it: benchmarks/results/<device>/<name>.json."""
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from sparkgrpo.profiling.environment import git_state, hardware, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name(device: torch.device) -> str:
+    """A folder name for the device: "cpu-x86_64-2-cores", "nvidia-gb10"."""
+    if device.type == "cuda":
+        return re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    return f"cpu-{platform.machine()}-{len(os.sched_getaffinity(0))}-cores"
+
+
+def write_result(name: str, device: torch.device, content: Mapping[str, object]) -> Path:
+    """Write one result with what it was measured on; returns the path."""
+    path = RESULTS / device_name(device) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": device_name(device),
+        "hardware": hardware(device),
+        "commit": git_state(Path(__file__)),
+        "versions": versions(),
+        "load_average": os.getloadavg(),
+        **content,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path

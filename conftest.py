@@ -1,0 +1,19 @@
+"""The option ``--benchmark``, which runs benchmarks/ in place of tests/.
+
+It stands at the root because pytest reads options only from a conftest on the way to what it collects.
+"""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register the options."""
+    group = parser.getgroup("sparkgrpo")
+    group.addoption("--benchmark", action="store_true", dest="run_benchmarks", help="run benchmarks/, not tests/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect benchmarks/ where no path was given on the command line."""
+    if config.getoption("run_benchmarks") and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = [str(config.rootpath / "benchmarks")]
+        config.args_source = pytest.Config.ArgsSource.ARGS  # the header would name testpaths otherwise

@@ -1,0 +1,94 @@
+"""Counter-based random numbers: Philox4x32-10 in PyTorch and in plain Python, equal bit for bit to `tl.philox`.
+
+A draw is a pure function of (key, counter); nothing is stored, so no result can depend on the order, the batch or the
+machine in which it is asked for. The key is the run's (64 bits); the counter names the draw.
+
+    key     = (seed low, seed high)
+    counter = (position, stream low, stream high, purpose)
+
+The key is never `seed + row`: row r of one seed would then be row r - 1 of the next.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import torch
+
+MASK32 = 0xFFFFFFFF
+NUM_ROUNDS = 10
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+
+PURPOSE_SAMPLE = 0
+"""Fourth counter word of token sampling; another use takes another number, never another seed."""
+
+
+def _mul_hi_lo(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, split at 16 bits so that int64 does not overflow."""
+    low_part = multiplier * (word & 0xFFFF)
+    high_part = multiplier * (word >> 16)
+    middle = low_part + ((high_part & 0xFFFF) << 16)
+    return ((high_part >> 16) + (middle >> 32)) & MASK32, middle & MASK32
+
+
+def philox_4x32(
+    key: torch.Tensor | int,
+    c0: torch.Tensor | int,
+    c1: torch.Tensor | int = 0,
+    c2: torch.Tensor | int = 0,
+    c3: torch.Tensor | int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four random words for each counter.
+
+    Args:
+        key: int64, all 64 bits used.
+        c0, c1, c2, c3: int64 holding 32-bit words; key and counters broadcast together.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, values in [0, 2^32).
+    """
+    device = next((x.device for x in (key, c0, c1, c2, c3) if isinstance(x, torch.Tensor)), None)
+    words = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (c0, c1, c2, c3, key))
+    c0, c1, c2, c3, key = torch.broadcast_tensors(*words)
+    c0, c1, c2, c3 = c0 & MASK32, c1 & MASK32, c2 & MASK32, c3 & MASK32
+    key0, key1 = key & MASK32, (key >> 32) & MASK32
+    for _ in range(NUM_ROUNDS):
+        high0, low0 = _mul_hi_lo(MULTIPLIER_0, c0)
+        high1, low1 = _mul_hi_lo(MULTIPLIER_1, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + WEYL_0) & MASK32, (key1 + WEYL_1) & MASK32
+    return c0, c1, c2, c3
+
+
+def philox_words(key: int, c0: int = 0, c1: int = 0, c2: int = 0, c3: int = 0) -> tuple[int, int, int, int]:
+    """The same four words from plain integers, for draws on the host (problems, prompt order, keys of rollouts)."""
+    c0, c1, c2, c3 = c0 & MASK32, c1 & MASK32, c2 & MASK32, c3 & MASK32
+    key0, key1 = key & MASK32, (key >> 32) & MASK32
+    for _ in range(NUM_ROUNDS):
+        product0, product1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
+        c0, c1, c2, c3 = (
+            (product1 >> 32) ^ c1 ^ key0,
+            product1 & MASK32,
+            (product0 >> 32) ^ c3 ^ key1,
+            product0 & MASK32,
+        )
+        key0, key1 = (key0 + WEYL_0) & MASK32, (key1 + WEYL_1) & MASK32
+    return c0, c1, c2, c3
+
+
+def uniform24(word: torch.Tensor) -> torch.Tensor:
+    """fp32 in [0, 1 - 2^-24] from the upper 24 bits of a word: exact, never 1, the same on every device."""
+    return (word >> 8).float() * 2.0**-24
+
+
+def draw_uniforms(
+    key: torch.Tensor | int, position: torch.Tensor | int, stream: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 uniforms for each row: one picks the vocabulary block, one the token in it.
+
+    Two words because one 24-bit uniform cannot reach a sixth of a 151,936-word vocabulary.
+
+    Args:
+        key: int64 scalar. position: int64 [B]. stream: int64 [B], all 64 bits used.
+    """
+    word_0, word_1, _, _ = philox_4x32(key, position, stream & MASK32, (stream >> 32) & MASK32, PURPOSE_SAMPLE)
+    return uniform24(word_0), uniform24(word_1)

@@ -1,0 +1,256 @@
+"""The command line: ``sparkgrpo train`` and ``sparkgrpo eval``.
+
+Every field of `Config` is an option with its docstring as help. argparse rather than a library that builds the
+configuration itself (tyro was tried): values come in layers, so what counts is which options were given; options and
+YAML share one converter, so a wrong value reads the same in both; and one message is all that a mistake prints.
+
+A person's mistake ends with one message on stderr and exit code 2. PyTorch is imported after the options are checked.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from sparkgrpo.trainer.config import GROUP_BASELINES, Config, UserError, choices, field_types, is_optional
+from sparkgrpo.trainer.dashboard import make_view
+from sparkgrpo.trainer.hostile_text import visible_text
+from sparkgrpo.trainer.runlog import check_new_folder, read_run
+from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
+
+SECTIONS: tuple[tuple[str, str], ...] = (
+    ("what to train", "model task numbers reward preset seed steps"),
+    ("machine", "device precision num_threads tokens_per_micro_batch"),
+    ("rollout", "prompts_per_step group_size max_new_tokens temperature"),
+    (
+        "objective",
+        "advantage normaliser surrogate ratio eps_low eps_high delta beta kl entropy_coef mask_truncated "
+        "inner_epochs mini_batches",
+    ),
+    ("optimiser", "lr lr_schedule warmup_steps adam_beta1 adam_beta2 adam_eps weight_decay max_grad_norm"),
+    ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
+    ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain"),
+)
+_EVAL_FIELDS = "model task numbers eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. A bug of ours keeps its traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        print(f"sparkgrpo: {visible_text(str(error), 2000)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sparkgrpo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again as it exits
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError(f"expected a command: {_command_list()}; sparkgrpo --help says more")
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"sparkgrpo {importlib.metadata.version('sparkgrpo')}")
+        return 0
+    if name not in _COMMANDS:
+        raise UserError(f"unknown command {name!r}; the commands are {_command_list()}{nearest(name, _COMMANDS)}")
+    return _COMMANDS[name][0](rest)
+
+
+def _overview() -> str:
+    lines = ["usage: sparkgrpo COMMAND [OPTIONS]", "", "commands:"]
+    lines += [f"  {name:7}{summary}" for name, (_, summary) in _COMMANDS.items()]
+    return "\n".join([*lines, "", "sparkgrpo COMMAND --help lists the options."])
+
+
+def _train(arguments: list[str]) -> int:
+    options = _parse(_train_parser(), arguments)
+    config_file = options.pop("config", None)
+    config, user_set, notes = _settled(options, None if config_file is None else str(config_file))
+    if not config.resume:
+        check_new_folder(Path(config.run_dir))
+    from sparkgrpo.trainer.run import train  # imports PyTorch and transformers: seconds, after all cheap checks
+
+    view = make_view(config.plain)
+    try:
+        for note in notes:
+            view.note(note)
+        result = train(config, user_set=user_set, view=view)
+        if result.is_stopped:
+            view.note(
+                f"stopped after step {result.steps}, saved; go on with: sparkgrpo train --resume {result.run_dir}"
+            )
+    finally:
+        view.close()
+    summary = {
+        "run_dir": str(result.run_dir),
+        "steps": result.steps,
+        "eval_before": result.eval_before,
+        "eval_after": result.eval_after,
+        "wall_s": round(result.wall_s, 3),
+    }
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    config, _, notes = _settled(_parse(_eval_parser(), arguments), None)
+    from sparkgrpo.trainer.run import evaluate_command
+
+    print("\n".join(notes[:1]), flush=True)
+    print(json.dumps(evaluate_command(config)), flush=True)
+    return 0
+
+
+def _settled(options: dict[str, object], config_file: str | None) -> tuple[Config, dict[str, object], list[str]]:
+    """The configuration without any "auto" left, what the person set, and sentences about the choices made."""
+    resume = options.pop("resume", None)
+    if resume is not None:
+        if config_file is not None:
+            raise UserError("--config: cannot change when a run is resumed")
+        config, user_set = resolve_resume(str(resume), options, read_run(Path(str(resume))))
+    else:
+        config, user_set = resolve(options, config_file=config_file)
+
+    # PyTorch, half a second or more: every mistake that can be found without it has been found by now.
+    from sparkgrpo.trainer import machine
+
+    device = machine.choose_device(config.device)
+    model, why = machine.choose_model(config, device)
+    if resume is None:
+        config, user_set = resolve(options, config_file=config_file, recipe=machine.model_recipe(model))
+    _check_task(config)
+    config = replace(
+        config,
+        model=model,
+        device=device.type,  # pyright: ignore[reportArgumentType]
+        precision=machine.choose_precision(config.precision, device),  # pyright: ignore[reportArgumentType]
+        run_dir=config.run_dir if config.run_dir or config.resume else _new_run_dir(config),
+    )
+    return config, user_set, [why, *_notes_about_objective(config)]
+
+
+def _check_task(config: Config) -> None:
+    from sparkgrpo.trainer.tasks.registry import make_task, task_options
+
+    try:
+        make_task(config.task, task_options(config))
+    except ValueError as error:
+        raise UserError(f"task: {error}") from None
+
+
+def _notes_about_objective(config: Config) -> list[str]:
+    if config.inner_epochs * config.mini_batches > 1 or config.advantage not in GROUP_BASELINES:
+        return []
+    return ["with one update a batch and centred advantages the loss stays near 0 whatever is learnt: watch the reward"]
+
+
+def _new_run_dir(config: Config) -> str:
+    name = f"runs/{time.strftime('%Y-%m-%d_%H%M')}_{config.task}_{config.preset}_s{config.seed}"
+    number = 1
+    while Path(name if number == 1 else f"{name}_{number}").exists():
+        number += 1
+    return name if number == 1 else f"{name}_{number}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are `UserError`s."""
+
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise UserError(message.removeprefix("argument "))
+
+
+def _new_parser(command: str, summary: str) -> _Parser:
+    return _Parser(
+        prog=f"sparkgrpo {command}",
+        usage=f"sparkgrpo {command} [OPTIONS]",
+        description=summary,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=_help_width()),
+    )
+
+
+def _help_width() -> int:
+    try:
+        return min(os.get_terminal_size().columns, 120)
+    except OSError:
+        return 100  # not a terminal
+
+
+def _train_parser() -> _Parser:
+    parser = _new_parser("train", _COMMANDS["train"][1])
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; options given here win over it")
+    for title, names in SECTIONS:
+        group = parser.add_argument_group(title)
+        for name in names.split():
+            _add_option(group, name, f"--{name.replace('_', '-')}")
+    return parser
+
+
+def _eval_parser() -> _Parser:
+    parser = _new_parser("eval", _COMMANDS["eval"][1])
+    for name in _EVAL_FIELDS.split():
+        short = ("--temperature",) if name == "eval_temperature" else ()  # there is no other temperature here
+        _add_option(parser, name, *short, f"--{name.replace('_', '-')}")
+    return parser
+
+
+def _add_option(group: argparse._ActionsContainer, name: str, *option: str) -> None:
+    kind = field_types()[name]
+    default = next(field.default for field in fields(Config) if field.name == name)
+    text = field_docs()[name]
+    if name == "preset":
+        text += f" One of {', '.join(preset_names())}."
+    if kind is bool:
+        group.add_argument(*option, dest=name, action=argparse.BooleanOptionalAction, help=text.replace("%", "%%"))
+        return
+    default_text = "" if default == "" else f" Default: {'none' if default is None else default}."
+    metavar = _metavar(kind)
+    group.add_argument(*option, dest=name, metavar=metavar, help=(text + default_text).replace("%", "%%"))
+
+
+def _metavar(kind: object) -> str:
+    if choices(kind):
+        return "{" + ",".join(choices(kind)) + "}"
+    return "INT" if kind is int else "TEXT" if kind is str else "NUMBER|none" if is_optional(kind) else "NUMBER"
+
+
+def _parse(parser: _Parser, arguments: list[str]) -> dict[str, object]:
+    """What was given, by field name, not yet converted. --max_new_tokens is the same as --max-new-tokens."""
+    known, unknown = parser.parse_known_args([_with_dashes(argument) for argument in arguments])
+    if unknown:
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        kind = "option" if word.startswith("-") else "argument"
+        options = [option for action in parser._actions for option in action.option_strings]
+        hint = nearest(word.partition("=")[0], options) or f"; {parser.prog} --help lists the options"
+        raise UserError(f"unknown {kind} {word!r}{hint}")
+    return vars(known)
+
+
+def _with_dashes(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    return option.replace("_", "-") + equals + value if option.startswith("--") else argument
+
+
+def _command_list() -> str:
+    return ", ".join(_COMMANDS)
+
+
+_COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "Train a model with GRPO on a task whose answers can be checked."),
+    "eval": (_evaluate, "Measure a model's accuracy on held-out problems."),
+}

@@ -1,0 +1,60 @@
+"""Held-out accuracy: one completion a problem, greedy by default, judged by the task's strict check alone."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
+from sparkgrpo.trainer.rollout.engine import RolloutEngine, Sampling
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One pass over the held-out problems."""
+
+    problems: Sequence[Problem]
+    completions: Sequence[Completion]
+    scores: Sequence[Score]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return fmean(score.is_right for score in self.scores)
+
+    def row(self, step: int) -> dict[str, object]:
+        """The line of evals.jsonl."""
+        n, p = len(self.scores), self.accuracy
+        bits = "".join(str(int(score.is_right)) for score in self.scores)
+        counts = Counter(score.reason for score in self.scores)
+        return {
+            "step": step,
+            "num_problems": n,
+            "accuracy": p,
+            "accuracy_se": math.sqrt(p * (1 - p) / n),
+            "right_bits": f"{int(bits, 2):0{-(-n // 4)}x}",
+            "reward_mean": fmean(float(score.reward or 0.0) for score in self.scores),
+            "len_mean": fmean(len(completion.token_ids) for completion in self.completions),
+            "frac_truncated": fmean(completion.is_truncated for completion in self.completions),
+            **{f"reason/{reason}": count / n for reason, count in sorted(counts.items())},
+        }
+
+
+def evaluate(
+    engine: RolloutEngine,
+    dialogue: Dialogue,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    sampling: Sampling,
+    seed: int,
+) -> Evaluation:
+    """Answer every problem once with the engine's weights as they are now; streams are problem indices."""
+    rollout = engine.generate(
+        [dialogue.prompt_ids(problem) for problem in problems], 1, sampling, derived_key(seed, PURPOSE_EVAL, 0)
+    )
+    completions = dialogue.completions(rollout)
+    scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
+    return Evaluation(problems=problems, completions=completions, scores=scores)

@@ -1,0 +1,202 @@
+"""One decoder for Llama (also SmolLM2), Qwen2/2.5, Qwen3 and Mistral, for training, prefill and decoding alike.
+
+The forward runs on packed tokens: no padding, no mask, every position given. What differs between training and
+decoding is `attend` alone: the caller says how a token's query meets the keys.
+
+Letters: T packed tokens, V vocabulary, D width, H query heads, K key heads, E head width, F width of the feed-forward.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer_idx, q_THE, k_TKE, v_TKE) -> out_THE; q and k are already rotated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """Shape of a decoder; families differ in these flags alone."""
+
+    family: str
+    """One of FAMILIES."""
+    vocab_size: int
+    """Rows of the embedding and the head; the tokenizer may have fewer."""
+    width: int
+    """D, the residual stream."""
+    num_layers: int
+    num_heads: int
+    """H."""
+    num_kv_heads: int
+    """K; H is a multiple of it."""
+    head_width: int
+    """E."""
+    ffn_width: int
+    """F."""
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, float | str] | None = None
+    """Parameters of a scaled rotary embedding (`rope_type` default, linear or llama3), or None."""
+    tie_embeddings: bool = False
+    """The head is the embedding, one storage."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm on every query and key head before the rotation (Qwen3)."""
+    max_position: int = 2**20
+    """Longest sequence the checkpoint was made for, tokens."""
+    sliding_window: int | None = None
+    """Tokens that a query of some layer sees, itself included; None: all. Attention here is always full, so longer
+    sequences are refused (`families.check_length`)."""
+
+
+class DecoderLayer(nn.Module):
+    """Weights of one block. Q/K/V and gate/up are stored fused: one product instead of three, and instead of two."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        H, K, E, D, ffn = config.num_heads, config.num_kv_heads, config.head_width, config.width, config.ffn_width
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+        self.attn_norm_D = empty(D)
+        self.qkv_weight = empty((H + 2 * K) * E, D)
+        self.qkv_bias = empty((H + 2 * K) * E) if config.qkv_bias else None
+        self.q_norm_E = empty(E) if config.qk_norm else None
+        self.k_norm_E = empty(E) if config.qk_norm else None
+        self.o_weight = empty(D, H * E)
+        self.o_bias = empty(D) if config.o_bias else None
+        self.mlp_norm_D = empty(D)
+        self.gate_up_weight = empty(2 * ffn, D)
+        self.gate_up_bias = empty(2 * ffn) if config.mlp_bias else None
+        self.down_weight = empty(D, ffn)
+        self.down_bias = empty(D) if config.mlp_bias else None
+
+
+class Decoder(nn.Module):
+    """The weights of a decoder, uninitialised: `weights.py` fills them, `decoder_hidden` computes with them."""
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        if config.family not in FAMILIES:
+            raise ValueError(f"expected a model family of {', '.join(FAMILIES)}, got {config.family!r}")
+        self.config = config
+        V, D = config.vocab_size, config.width
+        self.embed_VD = nn.Parameter(torch.empty(V, D, dtype=dtype, device=device))
+        layers = nn.ModuleList(DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
+        self.layers = cast(Sequence[DecoderLayer], layers)  # ModuleList does not tell a type checker what it holds
+        self.final_norm_D = nn.Parameter(torch.empty(D, dtype=dtype, device=device))
+        self.lm_head_VD = None if config.tie_embeddings else nn.Parameter(torch.empty(V, D, dtype=dtype, device=device))
+
+    @property
+    def head_VD(self) -> nn.Parameter:
+        """The LM head [V, D]: the embedding itself where the checkpoint ties them."""
+        return self.embed_VD if self.lm_head_VD is None else self.lm_head_VD
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie, all of them."""
+        return self.embed_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the weights, all of them."""
+        return self.embed_VD.dtype
+
+
+def rope_inverse_frequency(config: DecoderConfig) -> torch.Tensor:
+    """Angle per position of each pair of channels, float32 [E/2], with the checkpoint's scaling applied.
+
+    Source: Su et al., RoFormer (arXiv:2104.09864); `llama3` is the wavelength rule of the Llama 3.1 release.
+    """
+    exponent = torch.arange(0, config.head_width, 2, dtype=torch.int64).float() / config.head_width
+    inv_freq = 1.0 / (config.rope_theta**exponent)
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
+    if kind == "default":
+        return inv_freq
+    factor = float(scaling["factor"])
+    if kind == "linear":
+        return inv_freq / factor
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        trained = float(scaling["original_max_position_embeddings"])
+        wavelength = 2 * math.pi / inv_freq
+        smooth = ((trained / wavelength - low) / (high - low)).clamp(0.0, 1.0)  # 0: slowed down, 1: untouched
+        return (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    raise ValueError(f"expected a rotary scaling of type default, linear or llama3, got {kind!r}")
+
+
+def rope_table(config: DecoderConfig, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every token's angles, float32 [T, 1, E/2]; exact positions, computed, never cached."""
+    inv_freq = rope_inverse_frequency(config).to(position_T.device)
+    angle_TE = position_T.float()[:, None, None] * inv_freq
+    return angle_TE.cos(), angle_TE.sin()
+
+
+def rotate(x_THE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: channel i turns with channel i + E/2; angles in float32 or wider, result in x's dtype."""
+    first, second = x_THE.chunk(2, dim=-1)
+    cos, sin = cos.to(x_THE.dtype), sin.to(x_THE.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis; torch computes the mean square of bf16 input in float32."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def decoder_layer(
+    layer: DecoderLayer,
+    config: DecoderConfig,
+    layer_idx: int,
+    hidden_TD: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    attend: Attend,
+) -> torch.Tensor:
+    """One pre-norm block on packed tokens: hidden [T, D] -> hidden [T, D]."""
+    H, K, E = config.num_heads, config.num_kv_heads, config.head_width
+    normed_TD = rms_norm(hidden_TD, layer.attn_norm_D, config.rms_eps)
+    qkv = F.linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
+    q_THE, k_TKE, v_TKE = qkv.split((H, K, K), dim=1)
+    if layer.q_norm_E is not None and layer.k_norm_E is not None:
+        q_THE = rms_norm(q_THE, layer.q_norm_E, config.rms_eps)
+        k_TKE = rms_norm(k_TKE, layer.k_norm_E, config.rms_eps)
+        qk = torch.cat((q_THE, k_TKE), dim=1)
+    else:
+        qk = qkv[:, : H + K]
+    q_THE, k_TKE = rotate(qk, *rope).split((H, K), dim=1)
+    out_THE = attend(layer_idx, q_THE, k_TKE, v_TKE)
+    hidden_TD = hidden_TD + F.linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
+    normed_TD = rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_eps)
+    gate_TF, up_TF = F.linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias).chunk(2, dim=-1)
+    return hidden_TD + F.linear(F.silu(gate_TF) * up_TF, layer.down_weight, layer.down_bias)
+
+
+def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """Hidden states after the final norm, ready for the head.
+
+    Args:
+        token_T: int32 or int64 [T], packed token ids. position_T: integer [T], each token's place in its sequence.
+        attend: How queries meet keys, see `Attend`.
+
+    Returns:
+        hidden_TD in the model's dtype.
+    """
+    config = model.config
+    hidden_TD = F.embedding(token_T, model.embed_VD)
+    rope = rope_table(config, position_T)
+    for layer_idx, layer in enumerate(model.layers):
+        hidden_TD = decoder_layer(layer, config, layer_idx, hidden_TD, rope, attend)
+    return rms_norm(hidden_TD, model.final_norm_D, config.rms_eps)

@@ -1,0 +1,49 @@
+"""One decode step: forward, head, sampling and bookkeeping, on buffers that never move.
+
+Letters: B slots, D width, V vocabulary.
+"""
+
+import torch
+
+from sparkgrpo.kernels.sampling import sample_update
+from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+from sparkgrpo.trainer.rollout.state import DecodeState
+
+
+def decode_step(state: DecodeState, model: Decoder, head_VD: torch.Tensor, num_slots: int) -> None:
+    """Advance the first slots by one token, in place; slots whose row has finished change nothing."""
+    view = state.view(num_slots)
+    view.cache.own_len += 1
+    position_B = (view.context_len_B - 1).clamp_(min=0)
+    hidden_BD = decoder_hidden(model, view.token_B, position_B, view.cache.attend)
+    finish_step(hidden_BD, view, head_VD)
+
+
+def finish_step(hidden_BD: torch.Tensor, view: DecodeState, head_VD: torch.Tensor) -> None:
+    """Head and sampling; prefill ends here too, so the first token is drawn by the code that draws all others.
+
+    Args:
+        head_VD: The head's rows below num_valid, in the model's dtype, or in fp32 where a bf16 product would round.
+    """
+    if hidden_BD.dtype == head_VD.dtype == torch.float32 or hidden_BD.device.type == "cpu":
+        torch.mm(hidden_BD.to(head_VD.dtype), head_VD.t(), out=view.logits_BV)
+    else:
+        torch.mm(hidden_BD, head_VD.t(), out_dtype=torch.float32, out=view.logits_BV)
+    sample_update(
+        view.logits_BV,
+        num_valid=view.logits_BV.shape[1],
+        token_B=view.token_B,
+        context_len_B=view.context_len_B,
+        prompt_len_B=view.prompt_len_B,
+        row_id_B=view.row_id_B,
+        stream_B=view.stream_B,
+        out_token_SC=view.out_token_SC,
+        out_logprob_SC=view.out_logprob_SC,
+        num_new_S=view.num_new_S,
+        finish_S=view.finish_S,
+        num_alive_1=view.num_alive_1,
+        seed_1=view.seed_1,
+        inv_temperature_1=view.inv_temperature_1,
+        eos_ids_8=view.eos_ids_8,
+        max_new_1=view.max_new_1,
+    )

@@ -1,0 +1,35 @@
+"""Log-probs of given completions under a model: the one code path that scores the policy, the old policy and the reference.
+
+Letters: T packed tokens, R head rows (completion tokens), D width.
+"""
+
+import torch
+
+from sparkgrpo.kernels.linear_logprob import linear_logprob
+from sparkgrpo.kernels.prefix_attention import prefix_attention
+from sparkgrpo.trainer.batching import MicroBatch
+from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+
+
+def head_hidden(model: Decoder, micro: MicroBatch) -> torch.Tensor:
+    """Hidden states [R, D] of the rows that predict a completion token; differentiable."""
+
+    def attend(layer_idx: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor) -> torch.Tensor:
+        return prefix_attention(q_THE, k_TKE, v_TKE, micro.layout)
+
+    hidden_TD = decoder_hidden(model, micro.token_T, micro.position_T, attend)
+    return hidden_TD.index_select(0, micro.head_row_R)
+
+
+@torch.no_grad()
+def score(model: Decoder, micro: MicroBatch, *, temperature: float, num_valid: int) -> torch.Tensor:
+    """Log-prob [R] of every completion token, fp32 nats, at the sampling temperature over the valid vocabulary."""
+    return linear_logprob(
+        head_hidden(model, micro),
+        model.head_VD,
+        micro.target_R,
+        temperature=temperature,
+        num_valid=num_valid,
+        anchor_logprob_T=micro.rollout_logprob_R,
+        want_entropy=False,
+    ).logprob_T

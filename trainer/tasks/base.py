@@ -1,0 +1,142 @@
+"""What a task is: problems in, judgements out; and the two things that every task shares, keyed draws and the split.
+
+A task makes problems, says what the model sees, and judges what it wrote. There are two judgements, never one: `verify`
+is the strict check that accuracy and evaluation rest on, `reward` is what training pays. Their difference is the gauge
+of reward hacking.
+
+Model output is hostile: nothing here or in a task may evaluate, compile, unpickle it or match it with a backtracking
+pattern.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sparkgrpo.kernels.philox import philox_words
+
+Message = Mapping[str, str]
+"""One chat message: {"role": ..., "content": ...}."""
+
+OK = "ok"
+"""The reason code of a right answer, in every task. All other codes are the task's own (`Task.reasons`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing to solve."""
+
+    prompt: tuple[Message, ...] | tuple[int, ...]
+    """Chat messages; ready token ids only in tasks that have no tokenizer (`echo`)."""
+    columns: Mapping[str, object]
+    """JSON values that a reward function may see, such as nums, target, answer."""
+    identity: str
+    """Canonical text of the problem, "countdown:3,4,7=40": equal exactly when the problems are the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What the model wrote for one problem."""
+
+    text: str
+    """Decoded from the completion's ids only, special tokens skipped: an example in the prompt is never graded."""
+    token_ids: tuple[int, ...]
+    """The sampled ids."""
+    is_truncated: bool
+    """True when the completion ended at the token limit and not at a stop token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The judgement on one completion."""
+
+    reward: float | None
+    """What is paid; None when the completion could not be scored (its row then carries no gradient)."""
+    parts: Mapping[str, float]
+    """Named components, logged as `part/<name>`; they need not add up to the reward."""
+    reason: str
+    """One code of the task's `reasons`, the first that applies; `ok` when the answer is right."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether this judgement calls the answer right, whatever it pays for it."""
+        return self.reason == OK
+
+
+class Task(Protocol):
+    """The contract between a task and the loop."""
+
+    name: str
+    """Name on the command line and first part of every identity."""
+    columns: frozenset[str]
+    """Keys of `Problem.columns`."""
+    reasons: tuple[str, ...]
+    """Every code that `verify` and `reward` can give."""
+    num_problems: int | None
+    """Size of a finite set of training problems; None: the stream is endless."""
+
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        """Training problems start .. start + count - 1 of the stream of this seed (start is the run's data cursor).
+
+        Pure: the same arguments give the same problems on every machine, so a resumed run needs the cursor only.
+        """
+        ...
+
+    def heldout(self, count: int) -> list[Problem]:
+        """The first `count` distinct held-out problems, independent of the run's seed."""
+        ...
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        """The strict check: reward 0.0 or 1.0, never None, and no option has a say in it."""
+        ...
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """What training pays for each completion; problems[i] is the problem of completions[i]."""
+        ...
+
+
+def _hash64(text: str) -> int:
+    """BLAKE2b of the text as 64 bits, big-endian. `hash()` would differ from process to process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def stream_key(task_name: str, stream: str, seed: int) -> int:
+    """The 64-bit Philox key of one of a task's streams, such as ("countdown", "train", 0)."""
+    return _hash64(f"{task_name}/{stream}/{seed}")
+
+
+class KeyedDraws:
+    """The random integers that belong to one index of a stream: Philox words at counter (index, block), in order.
+
+    Depends on the key and the index only, so a problem can be made without making those before it. The methods of
+    `random` are no substitute: what they draw for a seed may change with the Python version.
+    """
+
+    def __init__(self, key: int, index: int) -> None:
+        self._key, self._index = key, index
+        self._block_idx = 0
+        self._words: list[int] = []
+
+    def below(self, limit: int) -> int:
+        """An integer in 0 .. limit - 1, uniform to one part in 2^32 / limit."""
+        if not self._words:
+            words = philox_words(self._key, self._index, self._index >> 32, self._block_idx)
+            self._words = list(reversed(words))
+            self._block_idx += 1
+        return (self._words.pop() * limit) >> 32
+
+    def shuffled(self, values: Sequence[int]) -> list[int]:
+        """The values in a uniformly random order (Fisher-Yates)."""
+        order = list(values)
+        for last in range(len(order) - 1, 0, -1):
+            other = self.below(last + 1)
+            order[last], order[other] = order[other], order[last]
+        return order
+
+
+def is_heldout(identity: str, heldout_frac: float) -> bool:
+    """Whether a problem belongs to the held-out side of a split that holds out about `heldout_frac` of all problems.
+
+    The identity alone decides, so training and evaluation cannot meet, whatever the seed and the order.
+    """
+    return _hash64(identity) < heldout_frac * 2.0**64
