@@ -2,7 +2,7 @@
 
 Single pass (design `chunked`): a chunk's exponentials give its statistics, its loss and, while they still exist, its
 gradient products; three products. Two passes (`recompute`): under the sequence ratio a sequence longer than the chunk
-has its derivative after all its rows alone; a second sweep makes the gradients of the rows that have one; four products.
+has its derivative after all its rows alone; a second sweep makes the gradients of the rows with one; four products.
 
 T rows given, N rows computed, C rows a chunk, S sequences, V vocabulary, D width. Bytes and flops: linear_grpo.py.
 """

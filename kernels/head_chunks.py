@@ -116,6 +116,11 @@ def chunk_rows(vocab: int, device: torch.device, chunk_tokens: int | None) -> in
     return min(max(CHUNK_BYTES // (4 * vocab), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
 
 
+def takes_narrow_products(hidden_TD: torch.Tensor) -> bool:
+    """Whether the products take bf16 operands and give fp32; the CPU's would round their result to bf16."""
+    return hidden_TD.dtype == torch.bfloat16 and hidden_TD.device.type == "cuda"
+
+
 @dataclass(kw_only=True, slots=True)
 class HeadSweep:
     """The operands of one call and the buffers that its chunks share. Made by `open_sweep`."""
@@ -336,7 +341,7 @@ def open_sweep(
         target_N = torch.where(is_bad_N, 0, target_N)
     num_rows, D = target_N.numel(), hidden_TD.shape[1]
     max_rows = min(chunk_rows(num_valid, hidden_TD.device, chunk_tokens), num_rows)
-    is_narrow = hidden_TD.dtype == torch.bfloat16 and hidden_TD.device.type == "cuda"
+    is_narrow = takes_narrow_products(hidden_TD)
     buffer_rows, dtype = max(max_rows, PAD_ROWS) if num_rows else 0, hidden_TD.dtype if is_narrow else torch.float32
     return HeadSweep(
         hidden_TD=hidden_TD,

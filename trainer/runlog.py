@@ -96,7 +96,8 @@ class RunLog:
         folder = Path(config.resume)
         read_run(folder)
         log = cls(folder)
-        log.update({"status": "running", "config": config_json(config), "pid": os.getpid(), **environment})
+        resolved = {"config": config_json(config), "config_sha256": config_sha256(config)}
+        log.update({"status": "running", **resolved, "pid": os.getpid(), **environment})
         log.event("resume", {"step": step, "pid": os.getpid()})
         return log
 

@@ -252,6 +252,31 @@ def test_row_loss_is_linear_in_the_token_weights() -> None:
     assert rel_l2(dweight_VD, whole_grads[1].double()) <= 1e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda(dtype: torch.dtype, name: str) -> None:
+    """fp32 as on the CPU; bf16: E and the scaled hidden rows are rounded to bf16, 2^-9 / sqrt(3) each: 4e-3."""
+    case = make_case(dtype=dtype, seed=9)
+    want, want_grads = run(case, is_reference=True, objective=GrpoObjective(**OBJECTIVES[name]), temperature=0.9)
+    on_device = {key: x.cuda() for key, x in vars(case).items() if key != "cu_seqlens_S1"}
+    got, grads = run(replace(case, **on_device), objective=GrpoObjective(**OBJECTIVES[name]), temperature=0.9)
+    near_T = logit_bound(case, 0.9) + 4 * U * want.logprob_T.abs().clamp(min=1.0)
+    assert bool(((got.logprob_T.cpu() - want.logprob_T).abs() <= near_T).all())
+    assert torch.equal(got.is_active_T.cpu(), want.is_active_T)
+    bound = GRADIENT_BOUND if dtype == torch.float32 else 4e-3 + 2.0**-8  # and the gradients themselves are bf16
+    assert all(rel_l2(a.cpu(), b) <= bound for a, b in zip(grads, want_grads, strict=True))
+
+
+@pytest.mark.gpu
+def test_target_that_does_not_exist_is_nan_on_cuda() -> None:
+    case = make_case(seed=10)
+    case = replace(case, **{key: x.cuda() for key, x in vars(case).items() if key != "cu_seqlens_S1"})
+    case.target_T[4], case.token_weight_T[4] = 301, 1.0
+    out = case.call(objective=GrpoObjective(beta=0.1))
+    assert math.isnan(out.logprob_T[4]) and math.isnan(out.loss) and int(out.logprob_T.isnan().sum()) == 1
+
+
 def test_twin_equals_the_textbook_formula() -> None:
     """The specification itself, on rows that no cap touches: min(rho A, clip(rho) A), k3, mean entropy."""
     case = make_case(seed=8)

@@ -163,6 +163,30 @@ def test_frozen_operands_cost_no_product(frozen: str) -> None:
         assert torch.equal(gradients(out, given)[0], grad)
 
 
+def test_narrow_products_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 operands, fp32 results; E and the scaled hidden rows round to bf16, 2^-9 / sqrt(3) each: below 4e-3."""
+    product = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None = None, **out: Any) -> torch.Tensor:
+        assert out_dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
+        return product(a.float(), b.float(), **out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr("sparkgrpo.kernels.head_chunks.takes_narrow_products", lambda hidden_TD: True)
+    hidden_TD, weight_VD = operands(torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in (hidden_TD, weight_VD)]
+    inputs: dict[str, Any] = {name: x.double() if x.is_floating_point() else x for name, x in row_inputs().items()}
+    for temperature in (0.7, torch.linspace(0.5, 1.5, T)):
+        for objective in (PLAIN, GrpoObjective(entropy_coef=0.1)):
+            total_VD = torch.zeros(V, D)
+            options = {"objective": objective, "temperature": temperature, "chunk_tokens": 16}
+            out = call(hidden_TD, weight_VD, grad_weight_VD=total_VD, **options)
+            twin = linear_grpo_reference(wide[0], wide[1], objective=objective, temperature=temperature, **inputs)
+            torch.testing.assert_close(out.logprob_T, twin.logprob_T.float(), rtol=1e-5, atol=1e-5)
+            want = gradients(twin, *wide)
+            assert rel_l2(gradients(out, hidden_TD)[0], want[0]) < 4e-3 and rel_l2(total_VD, want[1]) < 4e-3
+
+
 def test_tied_embedding_gets_both_gradients() -> None:
     _, weight_VD = operands()
     ids = torch.arange(T)

@@ -71,8 +71,9 @@ def test_eta_counts_steps_and_evaluations_apart() -> None:
     for step_s in (2.0, 2.0, 2.0, 90.0):  # one slow step is not the median
         eta.add({"t_step": step_s, "t_eval": 0.0})
     assert eta.seconds(4) == 46 * 2.0
-    eta.add({"t_step": 12.0, "t_eval": 10.0})
-    assert eta.seconds(5) == 45 * 2.0 + 3 * 10.0  # evaluations after 20, 40 and 50
+    for _ in range(9):
+        eta.add({"t_step": 12.0, "t_eval": 10.0})
+    assert eta.seconds(13) == 37 * 2.0 + 3 * 10.0  # evaluations after 20, 40 and 50
     assert eta.seconds(50) == 0.0
 
 
