@@ -30,7 +30,7 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "misc", "tmp"
 FOREIGN_VARIABLES = re.compile(
     r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(OMP|MKL)_NUM_THREADS|PYTORCH_\w+|TORCH_\w+|NCCL_\w+"
     r"|TRITON_\w+|HF_\w+|TOKENIZERS_PARALLELISM|CUDA_\w+|NVIDIA_\w+|CUBLAS_WORKSPACE_CONFIG"
-    r"|TERM|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|PATH|HOME|LANG|LC_ALL|PYTHON\w+|XDG_\w+|SSH_\w+"
+    r"|CI|TERM|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|PATH|HOME|LANG|LC_ALL|PYTHON\w+|XDG_\w+|SSH_\w+"
 )
 MACHINE_PATH = re.compile(r"(?<![\w}])/(?:work|root|farm)/|(?<![\w}])/tmp/[a-z]")
 
