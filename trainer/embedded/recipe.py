@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from sparkgrpo.trainer.embedded.tokenizer_build import MAX_NUMBER, build_tokenizer
-from sparkgrpo.trainer.embedded.traces import NO, YES, Teacher, chains, worked_answer
+from sparkgrpo.trainer.embedded.traces import HASTY, NO, PATIENT, YES, Teacher, chains, worked_answer
 from sparkgrpo.trainer.tasks.base import KeyedDraws, Problem, stream_key
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 
@@ -37,27 +37,40 @@ CODE_LOG_RATES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A stretch of the warm-up with one teacher. Optimisers start afresh; rates rise, stay and fall to 1 %."""
+
+    teacher: Teacher
+    num_steps: int
+    """Optimiser steps."""
+    num_answers: int
+    """Worked answers to each puzzle; its prompt is computed once."""
+    matrix_lr: float
+    """Peak learning rate of Muon, for the weight matrices of the blocks."""
+    other_lr: float
+    """Peak learning rate of AdamW, for embeddings, norms and biases."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Size of the model and of its warm-up. The defaults made the weights that ship."""
+    """The warm-up. The defaults made the weights that ship."""
 
     seed: int = 0
     """Key of puzzles, teacher and initial weights."""
-    num_steps: int = 2500
-    """Optimiser steps."""
+    phases: tuple[Phase, ...] = (
+        Phase(teacher=HASTY, num_steps=2200, num_answers=8, matrix_lr=0.02, other_lr=3e-3),
+        Phase(teacher=PATIENT, num_steps=700, num_answers=5, matrix_lr=0.01, other_lr=1.5e-3),
+        Phase(teacher=HASTY, num_steps=300, num_answers=8, matrix_lr=0.004, other_lr=6e-4),
+    )
+    """Sums and format; searching on without repeats; giving up again."""
     num_puzzles: int = 12
     """B, puzzles a step."""
-    num_answers: int = 8
-    """Worked answers to each puzzle; its prompt is computed once."""
-    matrix_lr: float = 0.02
-    """Peak learning rate of Muon, for the weight matrices of the blocks."""
-    other_lr: float = 3e-3
-    """Peak learning rate of AdamW, for embeddings, norms and biases."""
     checked_weight: float = 3.0
     """Loss weight of values and verdicts, which have one right answer, against 1 for the teacher's free choices."""
     warmup_steps: int = 100
-    """Steps of linear rise."""
+    """Steps of linear rise of the rates."""
     decay_frac: float = 0.6
-    """Share of the steps over which the rates fall linearly to 1 % at the end."""
+    """Share of a phase over which the rates fall linearly."""
     num_threads: int = 2
     """CPU threads; part of the recipe, since sums are split over them."""
 
@@ -151,15 +164,17 @@ def pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[i
     return WarmupBatch(token_BL, position_BL, is_seen_BLL[:, None], torch.tensor(source), torch.tensor(label))
 
 
-def warmup_batch(task: Countdown, step: int, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> WarmupBatch:
-    """The batch of a step; a function of (recipe.seed, step) alone."""
+def warmup_batch(
+    task: Countdown, step: int, phase: Phase, recipe: Recipe, tokenizer: PreTrainedTokenizerFast
+) -> WarmupBatch:
+    """The batch of a step, counted over all phases."""
     problems = task.problems(recipe.seed, step * recipe.num_puzzles, recipe.num_puzzles)
     draws = KeyedDraws(stream_key("embedded", "teacher", recipe.seed), step)
     prompts = [
         tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=False)
         for problem in problems
     ]
-    answers = [answer_ids(problem, Teacher(), recipe.num_answers, tokenizer, draws) for problem in problems]
+    answers = [answer_ids(problem, phase.teacher, phase.num_answers, tokenizer, draws) for problem in problems]
     return pack(prompts, answers, tokenizer.pad_token_id)
 
 
@@ -186,42 +201,52 @@ def warmup_loss(model: Qwen2ForCausalLM, batch: WarmupBatch, weight_M: torch.Ten
     return (loss_M * weight_M).mean()
 
 
-def rate_factor(step: int, recipe: Recipe) -> float:
-    """Learning rate over its peak at a step: rise, plateau, linear fall."""
-    left = (recipe.num_steps - step) / recipe.num_steps
+def rate_factor(step: int, num_steps: int, recipe: Recipe) -> float:
+    """Learning rate over its peak at a step of a phase: rise, plateau, linear fall."""
+    left = (num_steps - step) / num_steps
     return min(1.0, (step + 1) / recipe.warmup_steps, left / recipe.decay_frac + 0.01)
 
 
-def optimizers(model: Qwen2ForCausalLM, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(model: Qwen2ForCausalLM, phase: Phase) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon for the matrices of the blocks, AdamW for the rest, each with its peak rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
-    muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.01)
-    adamw = torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    return [(muon, recipe.matrix_lr), (adamw, recipe.other_lr)]
+    muon = torch.optim.Muon(matrices, lr=phase.matrix_lr, weight_decay=0.01)
+    adamw = torch.optim.AdamW(others, lr=phase.other_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    return [(muon, phase.matrix_lr), (adamw, phase.other_lr)]
 
 
-def warm_up(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The model after `recipe.num_steps` supervised steps."""
-    torch.set_num_threads(recipe.num_threads)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
-    model = new_model(tokenizer, recipe.seed).train()
-    steppers = optimizers(model, recipe)
+def train_phase(
+    model: Qwen2ForCausalLM, phase: Phase, first_step: int, recipe: Recipe, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Change the model's weights by the steps of one phase."""
     task = Countdown(CountdownOptions(numbers=NUMBERS))
+    steppers = optimizers(model, phase)
     start_s = time.perf_counter()
-    for step in range(recipe.num_steps):
-        batch = warmup_batch(task, step, recipe, tokenizer)
+    for step in range(phase.num_steps):
+        batch = warmup_batch(task, first_step + step, phase, recipe, tokenizer)
         loss = warmup_loss(model, batch, loss_weights(batch, recipe.checked_weight, tokenizer))
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak_lr in steppers:
             for group in optimizer.param_groups:
-                group["lr"] = peak_lr * rate_factor(step, recipe)
+                group["lr"] = peak_lr * rate_factor(step, phase.num_steps, recipe)
             optimizer.step()
-        if step % 50 == 0 or step == recipe.num_steps - 1:
-            log.info("step %d loss %.4f nats %.0f s", step, loss.item(), time.perf_counter() - start_s)
+        if step % 50 == 0 or step == phase.num_steps - 1:
+            log.info("step %d loss %.4f nats %.0f s", first_step + step, loss.item(), time.perf_counter() - start_s)
+
+
+def warm_up(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """The model after all phases."""
+    torch.set_num_threads(recipe.num_threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    model = new_model(tokenizer, recipe.seed).train()
+    first_step = 0
+    for phase in recipe.phases:
+        train_phase(model, phase, first_step, recipe, tokenizer)
+        first_step += phase.num_steps
     return model.eval()
 
 
@@ -239,11 +264,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the embedded model: supervised warm-up on worked answers.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, in Hugging Face format")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--steps", type=int, default=Recipe.num_steps)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = build_tokenizer()
-    save(arguments.out, warm_up(Recipe(seed=arguments.seed, num_steps=arguments.steps), tokenizer), tokenizer)
+    save(arguments.out, warm_up(Recipe(seed=arguments.seed), tokenizer), tokenizer)
 
 
 if __name__ == "__main__":

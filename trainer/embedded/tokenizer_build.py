@@ -1,10 +1,10 @@
 """The tokenizer of the embedded model: bytes, the numbers 0 to 400, and the words of the Countdown prompt.
 
-The class is transformers' Qwen2Tokenizer, which that library insists on for a Qwen2 checkpoint whatever the folder says.
-Its byte-level BPE has no merges here, so any text falls back to bytes; numbers and words are added tokens, which are
-found first, the longest match wins, and which decode like any text (they are not special). One token a number is what
-lets a model of a million weights do sums: a sum is then a look-up of (number, operator, number), not a procedure over
-digits. (Measured with character tokens and 0.8M parameters: the sums went wrong under RL.)
+The class is transformers' Qwen2Tokenizer, on which that library insists for a Qwen2 checkpoint, whatever the folder
+says. Its byte-level BPE has no merges here, so any text falls back to bytes; numbers and words are added tokens: they
+are found first, the longest match wins, and they decode like any text (they are not special). One token a number is
+what lets a model of a million weights do sums: a sum is then a look-up of (number, operator, number), not a procedure
+over digits. (Measured with character tokens and 0.8M parameters: the sums went wrong under RL.)
 """
 
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -1,11 +1,17 @@
 """Worked answers for the warm-up of the embedded model: a search on paper, imperfect on purpose.
 
-    3+7=10*4=40 yes          an attempt: a chain with every value, and whether it is the target
-    <answer>(3+7)*4</answer>
+    7-3=4*4=16?40 no         an attempt: a chain with every value, the target again, and whether they agree
+    7+3=10*4=40?40 yes
+    <answer>(7+3)*4</answer>
 
-The teacher tries chains until one hits or patience ends. What it writes is true (each `=`, each verdict), but it gives
-up early, and then answers with its last attempt although that missed; it sometimes goes on after a hit, and sometimes
-answers with another expression. These are the decisions that reinforcement learning has to teach.
+The teacher guesses a chain, which is a solution more often than chance, then goes on to the next chain in a fixed
+order (or guesses again) until one hits or patience ends. What it writes is true (each `=`, each verdict) and no chain
+is tried twice, but it mostly gives up after a miss or two and then answers with that miss; it sometimes goes on after
+a hit, and sometimes answers a hit with another expression. These decisions are what reinforcement learning teaches.
+
+Two lessons of failed warm-ups are in the format. The target is written again beside the value: compared with the
+number in the prompt, 9 % of the verdicts were wrong after 1,600 steps. The search has an order: when every next chain
+was drawn at random, greedy decoding wrote the same attempt again and again (55 % repeats), however often samples hit.
 """
 
 from collections.abc import Sequence
@@ -17,79 +23,101 @@ from sparkgrpo.trainer.tasks.base import KeyedDraws
 
 YES, NO = " yes\n", " no\n"
 
+OP_ORDER = ("--", "+-", "++", "-*", "*-", "*+", "+*", "**")
+"""Pairs of successive operators in the order of the search, about that of the values they give. `-+` is missing: it
+gives no value that `+-` does not."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
     """How the teacher searches. Probabilities are per decision."""
 
-    solution_rate: float = 0.2
-    """An attempt is a true solution with this probability, else one of the chains that miss."""
-    give_up: tuple[float, ...] = (0.55, 0.5, 0.3, 0.15, 0.1, 0.05)
-    """Probability of giving up after the first, second, ... miss; the last one holds for all later misses."""
-    max_attempts: int = 9
+    solution_rate: float = 0.25
+    """An attempt is a solution that the teacher just knows."""
+    wander_rate: float = 0.15
+    """An attempt is a chain at random; else it is the one that follows the last attempt in the order of the search."""
+    give_up: tuple[float, ...] = (0.6, 0.6, 0.15, 0.05)
+    """The teacher gives up after the first, second, ... miss; the last probability holds for all later misses."""
+    max_attempts: int = 10
     """The teacher always gives up after so many misses."""
     ignore_hit: float = 0.05
-    """Probability of going on although the attempt hit."""
+    """The teacher goes on although the attempt hit."""
     wrong_copy: float = 0.05
-    """Probability of answering a hit with another chain."""
+    """A hit is answered with another chain."""
+
+
+HASTY = Teacher()
+"""Gives up after a miss or two: what the finished model does."""
+
+PATIENT = Teacher(solution_rate=0.1, give_up=(0.05,), ignore_hit=0.4)
+"""Writes long searches, six attempts on average: from them the model learns to search on without repeating itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """`((a op b) op c) ...` with its intermediate values, all between 0 and MAX_NUMBER."""
 
+    ops: str
+    """`+*`."""
+    operands: tuple[int, ...]
     text: str
-    """`3+7=10*4=40`."""
+    """`7+3=10*4=40`."""
     answer: str
-    """`(3+7)*4`: the same without values, parentheses where precedence needs them."""
+    """`(7+3)*4`: the same without values, parentheses where precedence needs them."""
     value: int
 
 
-def chains(numbers: tuple[int, ...]) -> list[Chain]:
-    """Every chain over all the numbers, one spelling each: the first two in descending order, no value outside
-    0..MAX_NUMBER, no two chains with the same text. In a fixed order."""
-    found: dict[str, Chain] = {}
-    for order in sorted(set(permutations(numbers)), reverse=True):
-        if order[0] >= order[1]:
-            for chain in _extend(Chain(str(order[0]), str(order[0]), order[0]), order[1:], ""):
-                found[chain.text] = chain
-    return list(found.values())
+def chains(numbers: Sequence[int]) -> list[Chain]:
+    """The chains over all the numbers, in the order of the search: by operators, then by operands from the largest.
+
+    Each sum is spelled once: operands of `+ +`, `- -`, `* *` fall, and no `+` follows a `-`.
+    """
+    starts = [
+        (Chain("", (order[0],), str(order[0]), str(order[0]), order[0]), order[1:])
+        for order in sorted(set(permutations(numbers)), reverse=True)
+    ]
+    found = [chain for start, rest in starts for chain in _extended(start, rest)]
+    return sorted(found, key=lambda chain: [OP_ORDER.index(chain.ops[i : i + 2]) for i in range(len(chain.ops) - 1)])
 
 
-def _extend(start: Chain, rest: tuple[int, ...], last_op: str) -> list[Chain]:
+def _extended(start: Chain, rest: Sequence[int]) -> list[Chain]:
     if not rest:
         return [start]
-    out = []
-    number = rest[0]
-    for op, value in (("+", start.value + number), ("-", start.value - number), ("*", start.value * number)):
-        if 0 <= value <= MAX_NUMBER:
+    out: list[Chain] = []
+    number, last, last_op = rest[0], start.operands[-1], start.ops[-1:]
+    for op, value in (("-", start.value - number), ("+", start.value + number), ("*", start.value * number)):
+        is_other_spelling = number > last if op == last_op or (not last_op and op != "-") else last_op + op == "-+"
+        if 0 <= value <= MAX_NUMBER and not is_other_spelling:
             left = f"({start.answer})" if op == "*" and last_op in ("+", "-") else start.answer
-            out += _extend(Chain(f"{start.text}{op}{number}={value}", f"{left}{op}{number}", value), rest[1:], op)
+            text, answer = f"{start.text}{op}{number}={value}", f"{left}{op}{number}"
+            out += _extended(Chain(start.ops + op, (*start.operands, number), text, answer, value), rest[1:])
     return out
 
 
 def worked_answer(options: Sequence[Chain], target: int, teacher: Teacher, draws: KeyedDraws) -> str:
     """One worked answer for a puzzle whose `chains` are `options`; no attempt is made twice."""
-    hits = _shuffled([chain for chain in options if chain.value == target], draws)
-    misses = _shuffled([chain for chain in options if chain.value != target], draws)
+    untried = list(options)
+    last_idx = draws.below(len(untried))  # as if the attempt before the first had been this one
     lines, num_missed = "", 0
     while True:
-        is_hit = bool(hits) and (not misses or _happens(teacher.solution_rate, draws))
-        chain = (hits if is_hit else misses).pop()
-        lines += chain.text + (YES if is_hit else NO)
+        hits = [index for index, chain in enumerate(untried) if chain.value == target]
+        if hits and _happens(teacher.solution_rate, draws):
+            last_idx = hits[draws.below(len(hits))]
+        elif _happens(teacher.wander_rate, draws):
+            last_idx = draws.below(len(untried))
+        chain = untried.pop(last_idx)
+        last_idx = last_idx % len(untried) if untried else 0  # the next in the order has moved up
+        is_hit = chain.value == target
+        lines += f"{chain.text}?{target}{YES if is_hit else NO}"
         num_missed += not is_hit
-        give_up = teacher.give_up[min(num_missed, len(teacher.give_up)) - 1]
-        stop_rate = 1 - teacher.ignore_hit if is_hit else give_up
-        if not misses or num_missed >= teacher.max_attempts or _happens(stop_rate, draws):
+        give_up_rate = teacher.give_up[min(num_missed, len(teacher.give_up)) - 1]
+        is_over = not untried or num_missed >= teacher.max_attempts
+        if is_over or _happens(1 - teacher.ignore_hit if is_hit else give_up_rate, draws):
             break
-    if misses and is_hit and _happens(teacher.wrong_copy, draws):
-        chain = misses[-1]
+    if is_hit and untried and _happens(teacher.wrong_copy, draws):
+        chain = untried[draws.below(len(untried))]
     return f"{lines}<answer>{chain.answer}</answer>"
 
 
 def _happens(probability: float, draws: KeyedDraws) -> bool:
     return draws.below(2**24) < probability * 2**24
-
-
-def _shuffled(options: list[Chain], draws: KeyedDraws) -> list[Chain]:
-    return [options[index] for index in draws.shuffled(range(len(options)))]

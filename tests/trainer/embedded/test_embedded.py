@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sparkgrpo.trainer.embedded import recipe
 from sparkgrpo.trainer.embedded.tokenizer_build import MAX_NUMBER, SPECIAL_TOKENS, build_tokenizer
-from sparkgrpo.trainer.embedded.traces import Teacher, chains, worked_answer
+from sparkgrpo.trainer.embedded.traces import HASTY, PATIENT, Teacher, chains, worked_answer
 from sparkgrpo.trainer.tasks.base import KeyedDraws
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions, judge, make_problem
 
@@ -40,8 +40,8 @@ def recorded_sha256() -> str:
         "(3+7)*4",
         "<answer>(3 + 7) * 4</answer>",
         " no\n yes\n yes\r\n\t",
-        "héllo \u2603 \U0001d518 \x00 \x7f",
-        "401 1000 007 \u0663 1_2",
+        "h\u00e9llo \u2603 \U0001d518 \x00 \x7f",
+        "401 1000 007 2026 \u0663 1_2 theory",
         "a  b\n\n  c<answer<//answer>",
         "".join(chr(code) for code in range(0x250)),
     ],
@@ -64,8 +64,8 @@ def test_every_byte_has_a_token(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_numbers_tags_and_verdicts_are_one_token(tokenizer: PreTrainedTokenizerFast) -> None:
     for piece in [*map(str, range(MAX_NUMBER + 1)), "<answer>", "</answer>", " yes\n", " no\n"]:
         assert len(tokenizer.encode(piece, add_special_tokens=False)) == 1, piece
-    ids = tokenizer.encode("20*20=400-16=384 no\n<answer>20*20-16</answer>", add_special_tokens=False)
-    assert len(ids) == 10 + 7
+    ids = tokenizer.encode("20*20=400-16=384?183 no\n<answer>20*20-16</answer>", add_special_tokens=False)
+    assert len(ids) == 12 + 7
 
 
 def test_chat_template_gives_the_prompt_once(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -84,43 +84,63 @@ def test_shipped_tokenizer_is_the_one_the_code_builds(tokenizer: PreTrainedToken
     assert built.encode(PROMPT_3_7_4) == tokenizer.encode(PROMPT_3_7_4)
 
 
+def check_attempt(attempt: str, nums: list[int], target: int) -> None:
+    """Every `=` holds, every number is used once, the target is copied and the verdict is right."""
+    chain, verdict = attempt.split(" ")
+    chain, shown_target = chain.split("?")
+    first, *steps = re.split(r"(?=[-+*])", chain)
+    value, used = int(first), [int(first)]
+    for step in steps:
+        op, operand, shown = STEP.fullmatch(step).groups()
+        value = {"+": value + int(operand), "-": value - int(operand), "*": value * int(operand)}[op]
+        used.append(int(operand))
+        assert value == int(shown), attempt
+    assert sorted(used) == sorted(nums), attempt
+    assert int(shown_target) == target
+    assert verdict == ("yes" if value == target else "no"), attempt
+
+
+@pytest.mark.parametrize("teacher", [HASTY, PATIENT])
 @pytest.mark.parametrize("numbers", [(2,), (3,), (4,)])
-def test_worked_answers_are_true(numbers: tuple[int, ...]) -> None:
+def test_worked_answers_are_true(numbers: tuple[int, ...], teacher: Teacher) -> None:
     task = Countdown(CountdownOptions(numbers=numbers))
-    verdicts = {"yes": 0, "no": 0}
+    num_yes = num_no = 0
     for index, problem in enumerate(task.problems(7, 0, 200)):
         nums, target = problem.columns["nums"], problem.columns["target"]
-        text = worked_answer(chains(tuple(nums)), target, Teacher(), KeyedDraws(1, index))
+        text = worked_answer(chains(nums), target, teacher, KeyedDraws(1, index))
         *attempts, answer = text.split("\n")
         assert len(set(attempts)) == len(attempts), "an attempt is made twice"
         for attempt in attempts:
-            chain, verdict = attempt.split(" ")
-            value, used = int(re.match(r"\d+", chain)[0]), [int(re.match(r"\d+", chain)[0])]
-            for op, operand, shown in STEP.findall(chain):
-                value = {"+": value + int(operand), "-": value - int(operand), "*": value * int(operand)}[op]
-                used.append(int(operand))
-                assert value == int(shown), attempt
-            assert sorted(used) == sorted(nums), attempt
-            assert verdict == ("yes" if value == target else "no"), attempt
-            verdicts[verdict] += 1
+            check_attempt(attempt, nums, target)
         assert re.fullmatch(r"<answer>[-+*()\d]+</answer>", answer)
-    assert min(verdicts.values()) > 20
+        num_yes, num_no = num_yes + text.count(" yes\n"), num_no + text.count(" no\n")
+    assert min(num_yes, num_no) > 20
 
 
-def test_a_chain_and_its_answer_have_the_same_value() -> None:
-    for numbers in [(3, 7, 4), (1, 20, 20), (5, 5, 5, 5), (2, 9, 13, 20)]:
-        for chain in chains(numbers):
-            assert judge(chain.answer, numbers, chain.value) == "ok", chain
+def test_every_puzzle_of_three_numbers_has_a_chain() -> None:
+    problems = Countdown(CountdownOptions(numbers=(2, 3))).problems(11, 0, 2000)
+    assert all(
+        any(chain.value == problem.columns["target"] for chain in chains(problem.columns["nums"]))
+        for problem in problems
+    )
+
+
+@pytest.mark.parametrize("numbers", [(3, 7, 4), (1, 20, 20), (5, 5, 5, 5), (2, 9, 13, 20)])
+def test_chains_are_distinct_and_their_answers_have_their_values(numbers: tuple[int, ...]) -> None:
+    found = chains(numbers)
+    assert len({chain.text for chain in found}) == len(found)
+    for chain in found:
+        assert judge(chain.answer, numbers, chain.value) == "ok", chain
 
 
 def test_teacher_gives_up_and_answers_anyway() -> None:
     options = [chain for chain in chains((3, 7, 4)) if chain.value != 40]
-    texts = [worked_answer(options, 40, Teacher(), KeyedDraws(2, index)) for index in range(400)]
+    texts = [worked_answer(options, 40, HASTY, KeyedDraws(2, index)) for index in range(400)]
     num_attempts = [text.count(" no\n") for text in texts]
-    assert max(num_attempts) == Teacher().max_attempts
+    assert max(num_attempts) == HASTY.max_attempts
     frac_one = num_attempts.count(1) / len(texts)
     # Binomial(400, p): four standard deviations.
-    expected = Teacher().give_up[0]
+    expected = HASTY.give_up[0]
     assert abs(frac_one - expected) < 4 * (expected * (1 - expected) / len(texts)) ** 0.5
 
 
@@ -135,19 +155,27 @@ def test_folder_loads_in_transformers_and_writes_an_answer(tokenizer: PreTrained
     assert 1e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 3e6
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     prompt = torch.tensor([tokenizer.encode(PROMPT_3_7_4, add_special_tokens=False)])
-    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=112)[0, prompt.shape[1] :]
+    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=144)[0, prompt.shape[1] :]
     assert ids[-1] == tokenizer.eos_token_id
-    assert re.fullmatch(r"(\d+([-+*]\d+=\d+){2} (yes|no)\n)+<answer>[-+*()\d]+</answer>", tokenizer.decode(ids[:-1]))
+    assert re.fullmatch(
+        r"(\d+([-+*]\d+=\d+){2}\?\d+ (yes|no)\n)+<answer>[-+*()\d]+</answer>", tokenizer.decode(ids[:-1])
+    )
 
 
 def test_recipe_is_reproducible_bit_for_bit() -> None:
-    tiny = recipe.Recipe(seed=3, num_steps=3, num_puzzles=2, num_answers=2, num_threads=1)
+    phases = tuple(
+        recipe.Phase(teacher=teacher, num_steps=2, num_answers=2, matrix_lr=0.02, other_lr=3e-3)
+        for teacher in (PATIENT, HASTY)
+    )
+    tiny = recipe.Recipe(seed=3, phases=phases, num_puzzles=2, num_threads=1)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
     try:
         first, second = (recipe.warm_up(tiny, build_tokenizer()).state_dict() for _ in range(2))
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
     start = recipe.new_model(build_tokenizer(), seed=3).state_dict()
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name
