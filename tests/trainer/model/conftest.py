@@ -64,7 +64,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Small tensors do not pay for a second thread; on a busy machine they wait for it, 7 times slower."""
     num_threads = torch.get_num_threads()
