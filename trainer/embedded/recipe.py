@@ -17,14 +17,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from sparkgrpo.trainer.embedded.tokenizer_build import MAX_NUMBER, build_tokenizer
+from sparkgrpo.trainer.embedded.tokenizer_build import END, MAX_NUMBER, PAD, build_tokenizer
 from sparkgrpo.trainer.embedded.traces import HASTY, NO, PATIENT, YES, Teacher, chains, worked_answer
-from sparkgrpo.trainer.tasks.base import KeyedDraws, Problem, stream_key
+from sparkgrpo.trainer.model.chat import encode_chat
+from sparkgrpo.trainer.tasks.base import KeyedDraws, Message, Problem, stream_key
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 
 log = logging.getLogger(__name__)
@@ -101,10 +103,15 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
+        eos_token_id=token_id(tokenizer, END),
+        pad_token_id=token_id(tokenizer, PAD),
     )
+
+
+def token_id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    """The id of a text that is one token."""
+    (only_id,) = tokenizer.encode(text, add_special_tokens=False)
+    return only_id
 
 
 def number_codes() -> torch.Tensor:
@@ -123,10 +130,10 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM
     """The model before the warm-up: normal weights of deviation 0.02, and the number codes at the same scale."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(model_config(tokenizer))
-    ids = tokenizer.convert_tokens_to_ids([str(number) for number in range(MAX_NUMBER + 1)])
+    ids = torch.tensor([token_id(tokenizer, str(number)) for number in range(MAX_NUMBER + 1)])
     codes = number_codes() * (0.02 * math.sqrt(2))
     with torch.no_grad():
-        model.get_input_embeddings().weight[torch.tensor(ids), : codes.shape[1]] = codes
+        model.model.embed_tokens.weight[ids, : codes.shape[1]] = codes
     return model
 
 
@@ -134,10 +141,11 @@ def answer_ids(
     problem: Problem, teacher: Teacher, count: int, tokenizer: PreTrainedTokenizerFast, draws: KeyedDraws
 ) -> list[list[int]]:
     """Token ids of `count` worked answers to one puzzle, each with its end token."""
-    nums, target = problem.columns["nums"], problem.columns["target"]
-    options = chains(tuple(nums))
+    nums, target = cast(Sequence[int], problem.columns["nums"]), cast(int, problem.columns["target"])
+    options = chains(nums)
     texts = [worked_answer(options, target, teacher, draws) for _ in range(count)]
-    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [[*ids, token_id(tokenizer, END)] for ids in cast(list[list[int]], encoded)]
 
 
 def pack(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]], pad_id: int) -> WarmupBatch:
@@ -170,19 +178,16 @@ def warmup_batch(
     """The batch of a step, counted over all phases."""
     problems = task.problems(recipe.seed, step * recipe.num_puzzles, recipe.num_puzzles)
     draws = KeyedDraws(stream_key("embedded", "teacher", recipe.seed), step)
-    prompts = [
-        tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=False)
-        for problem in problems
-    ]
+    prompts = [encode_chat(tokenizer, cast(Sequence[Message], problem.prompt)) for problem in problems]
     answers = [answer_ids(problem, phase.teacher, phase.num_answers, tokenizer, draws) for problem in problems]
-    return pack(prompts, answers, tokenizer.pad_token_id)
+    return pack(prompts, answers, token_id(tokenizer, PAD))
 
 
 def loss_weights(batch: WarmupBatch, checked_weight: float, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """Weight of each supervised token, [M], 1 on average: `checked_weight` times as much for values and verdicts."""
-    equals, yes, no = (tokenizer.encode(text, add_special_tokens=False) for text in ("=", YES, NO))
-    is_value_M = torch.isin(batch.token_BL.flatten()[batch.source_M], torch.tensor(equals))
-    is_verdict_M = torch.isin(batch.label_M, torch.tensor(yes + no))
+    verdicts = torch.tensor([token_id(tokenizer, text) for text in (YES, NO)])
+    is_value_M = batch.token_BL.flatten()[batch.source_M] == token_id(tokenizer, "=")
+    is_verdict_M = torch.isin(batch.label_M, verdicts)
     weight_M = torch.where(is_value_M | is_verdict_M, checked_weight, 1.0)
     return weight_M / weight_M.mean()
 
@@ -241,7 +246,6 @@ def warm_up(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausa
     """The model after all phases."""
     torch.set_num_threads(recipe.num_threads)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
     model = new_model(tokenizer, recipe.seed).train()
     first_step = 0
     for phase in recipe.phases:
@@ -253,7 +257,7 @@ def warm_up(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausa
 def save(folder: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the Hugging Face folder: config, weights (fp32 safetensors), tokenizer, generation config."""
     model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        do_sample=False, eos_token_id=token_id(tokenizer, END), pad_token_id=token_id(tokenizer, PAD)
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

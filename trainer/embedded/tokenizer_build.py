@@ -12,7 +12,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer
 MAX_NUMBER = 400
 """Largest number that is one token: 20 * 20, the largest value that a worked answer shows."""
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD, END = "<|endoftext|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, "<|im_start|>", END)
 
 PIECES = ("<answer>", "</answer>", " yes\n", " no\n", "system", "user", "assistant", "Using")
 
@@ -42,9 +43,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Qwen2Tokenizer(
         vocab=base,
         merges=[],
-        unk_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        unk_token=PAD,
+        eos_token=END,
+        pad_token=PAD,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=512,

@@ -169,13 +169,11 @@ def test_recipe_is_reproducible_bit_for_bit() -> None:
     )
     tiny = recipe.Recipe(seed=3, phases=phases, num_puzzles=2, num_threads=1)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
     try:
         first, second = (recipe.warm_up(tiny, build_tokenizer()).state_dict() for _ in range(2))
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
     start = recipe.new_model(build_tokenizer(), seed=3).state_dict()
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name
