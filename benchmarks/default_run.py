@@ -2,8 +2,8 @@
 
     python -m benchmarks.default_run [--seeds 0 1 2]
 
-Each seed is a process of its own, started as a user would start it. Reported: held-out greedy accuracy before and after (200
-puzzles), its gain in points, and the wall time of the whole command, evaluations included.
+Each seed is a process of its own, started as a user would start it. Reported: held-out greedy accuracy before and after
+(200 puzzles), its gain in points, and the wall time of the whole command, evaluations included.
 """
 
 import argparse

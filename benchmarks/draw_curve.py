@@ -2,7 +2,8 @@
 
     python -m benchmarks.draw_curve RUN... -o curve.svg
 
-Several runs (seeds) share the axes: evaluations as dots with a line each, the batch's share of right answers as a thin line.
+Several runs (seeds) share the axes: evaluations as dots with a line each, the batch's share of right answers as a thin
+line.
 """
 
 import argparse
@@ -19,7 +20,8 @@ STYLE = """
   .train { fill: none; stroke: #8aa4c8; stroke-width: 1; opacity: .8; }
   .eval { fill: none; stroke: #c2410c; stroke-width: 2; } .dot { fill: #c2410c; }
   @media (prefers-color-scheme: dark) {
-    text { fill: #ddd; } .grid { stroke: #444; } .train { stroke: #7f9cc7; } .eval { stroke: #fb923c; } .dot { fill: #fb923c; }
+    text { fill: #ddd; } .grid { stroke: #444; } .train { stroke: #7f9cc7; }
+    .eval { stroke: #fb923c; } .dot { fill: #fb923c; }
   }
 """
 
@@ -51,7 +53,8 @@ def draw(runs: Sequence[Path], title: str) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{percent} %</text>')
     for tick in range(0, int(last_step) + 1, max(1, int(last_step) // 4)):
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">training step</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle">training step</text>')
     parts += [path(line, "train") for line in train] + [path(line, "eval") for line in evals]
     parts += [f'<circle class="dot" cx="{x(s):.1f}" cy="{y(v):.1f}" r="3"/>' for line in evals for s, v in line]
     legend_x = WIDTH - RIGHT + 12

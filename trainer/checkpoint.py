@@ -2,17 +2,21 @@
 
     checkpoints/step_000040/   config.json, generation_config.json, tokenizer, model.safetensors    the model
                                trainer_state.safetensors    masters (bf16 models), Adam's moments
-                               state.json                   step, counters; written last
+                               state.json                   progress of the run, hash of its config, versions
     checkpoints/reference/     model.safetensors            the frozen start, once, when there is a KL leash
 
-A checkpoint is written into a temporary folder, synced and renamed, so a crash at any byte leaves the one before usable.
-Random numbers need no state: they are keyed by seed, step, problem, completion and position.
+A checkpoint is written into a temporary folder, synced and renamed, so a crash at any byte leaves the one before
+usable. Neither data cursor nor random state is stored: problems and draws are keyed by seed, step, problem, completion
+and position.
 """
 
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,57 +30,104 @@ from sparkgrpo.trainer.optim import MasterAdamW
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a run is: what a resume needs beside weights, optimiser and configuration. JSON values alone."""
+
+    step: int = 0
+    """Steps done."""
+    eval_before: float | None = None
+    """Held-out accuracy before step 1; None until it is known."""
+    eval_after: float | None = None
+    """Held-out accuracy of the newest evaluation."""
+    eval_step: int = -1
+    """Step after which that was; -1 before the first."""
+    num_tokens_total: int = 0
+    """Prompt and completion tokens since the start."""
+    skipped_steps: int = 0
+    """Updates skipped for a gradient that was not finite."""
+    seen_reasons: list[str] = field(default_factory=list)
+    """Reason codes that have occurred, sorted."""
+
+
 def save_checkpoint(
-    folder: Path, *, step: int, loaded: LoadedModel, optim: MasterAdamW, state: Mapping[str, object], keep: int
+    folder: Path,
+    progress: Progress,
+    *,
+    loaded: LoadedModel,
+    optim: MasterAdamW,
+    facts: Mapping[str, object],
+    keep: int,
 ) -> Path:
-    """Write checkpoints/step_NNNNNN under the run folder and drop the oldest beyond `keep`.
+    """Write step_NNNNNN into the folder of checkpoints and drop the oldest beyond `keep`.
 
     Args:
-        state: JSON values that a resume needs besides the weights.
+        facts: JSON values for state.json that people may want to know.
+
+    Returns:
+        The checkpoint. A complete one of this step, which this step's weights came from, stays as it is.
 
     Raises:
-        UserError: The disk refused; earlier checkpoints are untouched.
+        UserError: It could not be written; earlier checkpoints are untouched.
     """
-    final = folder / "checkpoints" / f"step_{step:06d}"
-    temporary = final.with_name(f".{final.name}.writing")
+    final = folder / f"step_{progress.step:06d}"
+    if _is_complete(final):
+        return final
+    temporary = folder / f".{final.name}.writing"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in (final, *folder.glob(".*.writing")):
+            shutil.rmtree(leftover, ignore_errors=True)
         save_model(temporary, loaded)
         save_file(_optimiser_tensors(optim), temporary / "trainer_state.safetensors")
-        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+        (temporary / "state.json").write_text(json.dumps({**dataclasses.asdict(progress), "facts": facts}, indent=1))
         for path in temporary.iterdir():
             _sync(path)
         _sync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
         temporary.rename(final)
-        _sync(final.parent)
-    except OSError as error:
+        _sync(folder)
+    except Exception as error:  # OSError, or what safetensors and tokenizers raise in its place
         raise UserError(
-            f"{final}: could not write the checkpoint ({error.strerror}); the one before is intact. "
+            f"{final}: could not write the checkpoint ({error}); those before are intact. "
             "Make room or choose another --run-dir"
-        ) from None
+        ) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    return sorted(path for path in (folder / "checkpoints").glob("step_*") if (path / "state.json").is_file())
+    """Complete checkpoints in the folder of checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if _is_complete(path))
 
 
-def latest_checkpoint(folder: Path) -> Path:
+def latest_checkpoint(run_dir: Path) -> Path:
     """The newest complete checkpoint of a run; `UserError` where there is none."""
-    found = checkpoints(folder)
+    found = checkpoints(run_dir / "checkpoints")
     if not found:
-        raise UserError(f"{folder}: holds no complete checkpoint to go on from; start a new run")
+        raise UserError(f"{run_dir}: holds no complete checkpoint to go on from; start a new run")
     return found[-1]
 
 
-def read_state(checkpoint: Path) -> dict[str, object]:
-    """The JSON values given to `save_checkpoint`, with `step`."""
-    return json.loads((checkpoint / "state.json").read_text())
+def read_progress(checkpoint: Path) -> Progress:
+    """How far the run was; `UserError` for a damaged state.json."""
+    path = checkpoint / "state.json"
+    try:
+        state = json.loads(path.read_text())
+        return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path}: expected the state of a sparkgrpo run, got {error!r}; remove this checkpoint to go on from the "
+            "one before"
+        ) from error
+
+
+def weights_sha256(model: Decoder) -> str:
+    """Hash of every weight with its Hugging Face name: equal exactly when the models are, bit for bit."""
+    digest = hashlib.sha256()
+    for name, view in state_dict_hf(model).items():
+        digest.update(name.encode())
+        digest.update(view.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @torch.no_grad()
@@ -93,22 +144,34 @@ def restore_optimiser(checkpoint: Path, optim: MasterAdamW) -> None:
 
 
 def save_reference(folder: Path, reference: Decoder) -> None:
-    """Keep the frozen start beside the checkpoints, once: a resume must not read it by name again."""
-    path = folder / "checkpoints" / "reference" / "model.safetensors"
-    if not path.exists():
+    """Keep the frozen start in the folder of checkpoints, once: a resume must not read it by name again."""
+    path = folder / "reference" / "model.safetensors"
+    if path.exists():
+        return
+    temporary = path.with_suffix(".writing")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".writing")
         save_file(state_dict_hf(reference), temporary)
         _sync(temporary)
         temporary.rename(path)
+        _sync(path.parent)
+    except Exception as error:  # OSError, or what safetensors raises in its place
+        raise UserError(f"{path}: could not write the reference ({error}); make room") from error
 
 
 @torch.no_grad()
 def restore_reference(folder: Path, reference: Decoder) -> None:
-    """Fill a model in place with the frozen start of a run."""
-    tensors = load_file(folder / "checkpoints" / "reference" / "model.safetensors")
+    """Fill a model in place with the frozen start in the folder of checkpoints; `UserError` where it is missing."""
+    path = folder / "reference" / "model.safetensors"
+    if not path.exists():
+        raise UserError(f"{path}: missing, and a run with beta above 0 cannot go on without its reference")
+    tensors = load_file(path)
     for name, view in state_dict_hf(reference).items():
         view.copy_(tensors[name])
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / "state.json").is_file()
 
 
 def _optimiser_tensors(optim: MasterAdamW) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+MIN_TEMPERATURE = 0.05  # that of rollout/engine.py, which loads PyTorch: the command line is checked before that
 GROUP_BASELINES = ("group", "mean", "batch", "rloo")  # advantages that compare a completion with its siblings
 
 
@@ -61,13 +62,13 @@ class Config:
     """Problems per step (groups); at least 1."""
 
     group_size: int = 8
-    """Completions per problem, G; at least 2, or 1 with advantage "none"."""
+    """Completions per problem, G; at least 2, or 1 with advantage "none"; at most 65536."""
 
     max_new_tokens: int = 256
     """Cap on the length of a completion, tokens; at least 1."""
 
     temperature: float = 1.0
-    """Sampling temperature of training; above 0."""
+    """Sampling temperature of training; at least 0.05."""
 
     advantage: Literal["group", "mean", "batch", "rloo", "none"] = "group"
     """Advantage of a completion. "group": (r - mean) / (std + 1e-4) of its group; "mean": r - mean; "batch": r - mean,
@@ -90,7 +91,7 @@ class Config:
     """The ratio is clipped above 1 + eps_high; 0 to inf, and inf is no upper clip."""
 
     delta: float | None = None
-    """Upper bound on the ratio where the advantage is negative; above 1 + eps_high, or none."""
+    """Upper bound on the ratio where the advantage is negative, with surrogate "clip"; above 1 + eps_high, or none."""
 
     beta: float = 0.04
     """Weight of the KL penalty to the reference model; at least 0, and 0 keeps no reference at all."""
@@ -114,7 +115,7 @@ class Config:
     """Learning rate of AdamW after warm-up; above 0, at most 1."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or falling to 0 at the last step."""
+    """Learning rate after warm-up: constant, or falling from step to step and 0 after the last."""
 
     warmup_steps: int = 0
     """Steps of linear warm-up of the learning rate; at least 0."""
@@ -144,7 +145,7 @@ class Config:
     """Held-out problems per evaluation; at least 1."""
 
     eval_temperature: float = 0.0
-    """Temperature of evaluation; at least 0, and 0 is greedy."""
+    """Temperature of evaluation; 0, which is greedy, or at least 0.05."""
 
     num_samples: int = 4
     """Held-out completions kept in samples.jsonl at each evaluation; at least 0."""
@@ -250,9 +251,9 @@ _RANGES = {
     "steps": _COUNT,
     "num_threads": _FROM_ZERO,
     "prompts_per_step": _COUNT,
-    "group_size": _COUNT,
+    "group_size": _Range(1, 1 << 16),
     "max_new_tokens": _COUNT,
-    "temperature": _POSITIVE,
+    "temperature": _Range(MIN_TEMPERATURE, is_high_in=False),
     "eps_low": _Range(0, 1),
     "eps_high": _FROM_ZERO,
     "delta": _POSITIVE,
@@ -291,6 +292,12 @@ def _check_combinations(config: Config) -> None:
         raise UserError(
             f"delta: expected a bound above 1 + eps_high ({1 + config.eps_high:g}), got {config.delta:g}: "
             "raise delta or lower eps_high"
+        )
+    if config.delta is not None and config.surrogate != "clip":
+        raise UserError(f'delta: belongs to surrogate "clip", got surrogate "{config.surrogate}": expected delta none')
+    if 0 < config.eval_temperature < MIN_TEMPERATURE:
+        raise UserError(
+            f"eval_temperature: expected 0 (greedy) or at least {MIN_TEMPERATURE}, got {config.eval_temperature}"
         )
     if config.warmup_steps >= config.steps and config.lr_schedule != "constant":
         raise UserError(

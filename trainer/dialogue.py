@@ -10,7 +10,10 @@ from typing import cast
 from transformers import PreTrainedTokenizerFast
 
 from sparkgrpo.kernels.philox import philox_words
+from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.model.chat import encode_chat
+from sparkgrpo.trainer.model.decoder import DecoderConfig
+from sparkgrpo.trainer.model.families import check_length
 from sparkgrpo.trainer.rollout.engine import Rollout
 from sparkgrpo.trainer.tasks.base import Completion, Message, Problem
 
@@ -31,11 +34,34 @@ class Dialogue:
     tokenizer: PreTrainedTokenizerFast | None
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Token ids of the prompt, up to where the answer begins."""
+        """Token ids of the prompt, up to where the answer begins.
+
+        Raises:
+            UserError: A problem of ready ids for a model with a tokenizer, whose ids mean something else.
+        """
         if isinstance(problem.prompt[0], int):
+            if self.tokenizer is not None:
+                raise UserError(
+                    f"task: {problem.identity} is made of token ids for a toy without a tokenizer, and this model has "
+                    "one; expected a task with text, such as --task countdown"
+                )
             return list(cast(tuple[int, ...], problem.prompt))
         assert self.tokenizer is not None, "a task with chat prompts needs a model with a tokenizer"
         return encode_chat(self.tokenizer, cast(tuple[Message, ...], problem.prompt))
+
+    def prompts(self, problems: Sequence[Problem], model: DecoderConfig, max_new_tokens: int) -> list[list[int]]:
+        """Token ids of every prompt, checked against the length that the model was made for.
+
+        Raises:
+            UserError: The first prompt that is too long with its completion, by the problem's name.
+        """
+        prompts = [self.prompt_ids(problem) for problem in problems]
+        for problem, prompt in zip(problems, prompts, strict=True):
+            try:
+                check_length(model, len(prompt) + max_new_tokens)
+            except UserError as error:
+                raise UserError(f"{problem.identity}: {error}") from None
+        return prompts
 
     def completions(self, rollout: Rollout) -> list[Completion]:
         """What was written, in row order; special tokens are left out of the text."""

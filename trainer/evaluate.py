@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.rollout.engine import RolloutEngine, Sampling
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
@@ -47,14 +48,19 @@ def evaluate(
     dialogue: Dialogue,
     task: Task,
     problems: Sequence[Problem],
-    *,
-    sampling: Sampling,
-    seed: int,
+    config: Config,
 ) -> Evaluation:
-    """Answer every problem once with the engine's weights as they are now; streams are problem indices."""
-    rollout = engine.generate(
-        [dialogue.prompt_ids(problem) for problem in problems], 1, sampling, derived_key(seed, PURPOSE_EVAL, 0)
-    )
+    """Answer every problem once with the engine's weights as they are now; streams are problem indices.
+
+    The key is the same at every step, so that with a temperature too evaluations differ by the weights alone.
+
+    Raises:
+        UserError: A prompt that is too long for the model, by name.
+        FloatingPointError: The logits are not finite.
+    """
+    prompts = dialogue.prompts(problems, engine.model.config, config.max_new_tokens)
+    sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
+    rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
     scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
     return Evaluation(problems=problems, completions=completions, scores=scores)

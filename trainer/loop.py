@@ -26,9 +26,11 @@ from sparkgrpo.trainer.update import Updater
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step leaves: its metrics, and the batch for people to look at."""
+    """What a step leaves: its metrics, and the batch for people to look at; one entry a completion, in one order."""
 
     metrics: dict[str, MetricValue]
+    num_prompt_tokens: int
+    """Every prompt once."""
     problems: Sequence[Problem]
     completions: Sequence[Completion]
     scores: Sequence[Score]
@@ -39,7 +41,8 @@ class GrpoLoop:
     """One training step after another.
 
     Args:
-        task: Gives problems and judges answers. dialogue: Problems to ids and back.
+        task: Gives problems and judges answers. heldout: The problems of every evaluation.
+        dialogue: Problems to ids and back.
         engine: Samples with the policy's weights. updater: Changes them.
         clock: Times the phases; a step is begun and ended by the caller.
     """
@@ -49,48 +52,45 @@ class GrpoLoop:
         config: Config,
         *,
         task: Task,
+        heldout: Sequence[Problem],
         dialogue: Dialogue,
         engine: RolloutEngine,
         updater: Updater,
         clock: PhaseClock,
     ) -> None:
-        self.config, self.task, self.dialogue = config, task, dialogue
+        self.config, self.task, self.heldout, self.dialogue = config, task, heldout, dialogue
         self.engine, self.updater, self.clock = engine, updater, clock
-        self.heldout = task.heldout(config.eval_problems)
         self.seen_reasons: set[str] = set()
 
     def step(self, step: int) -> StepResult:
-        """Step 1, 2, ...: the batch is problems (step - 1) N .. step N - 1 of the run's stream."""
+        """Step 1, 2, ...: the batch is problems (step - 1) N .. step N - 1 of the run's stream.
+
+        Raises:
+            UserError: A prompt that is too long for the model, by name.
+            FloatingPointError: The policy's logits are not finite.
+        """
         config, clock = self.config, self.clock
         cursor = (step - 1) * config.prompts_per_step
         problems = self.task.problems(config.seed, cursor, config.prompts_per_step)
-        prompts = [self.dialogue.prompt_ids(problem) for problem in problems]
+        prompts = self.dialogue.prompts(problems, self.engine.model.config, config.max_new_tokens)
         with clock.phase("t_gen"):
-            rollout = self.engine.generate(
-                prompts,
-                config.group_size,
-                Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
-                derived_key(config.seed, PURPOSE_ROLLOUT, step),
-                streams=range(cursor, cursor + len(problems)),
-            )
-        with clock.phase("t_reward"):
-            completions = self.dialogue.completions(rollout)
-            problem_S = [problems[n] for n in rollout.prompt_of_row_S.tolist()]
-            scores = self.task.reward(problem_S, completions)
-            verdicts = [self.task.verify(p, c).is_right for p, c in zip(problem_S, completions, strict=True)]
+            rollout = self._sample(prompts, step, cursor)
         group_S = rollout.prompt_of_row_S.tolist()
+        with clock.phase("t_reward"):
+            asked = [problems[n] for n in group_S]
+            completions = self.dialogue.completions(rollout)
+            scores = self.task.reward(asked, completions)
+            verdicts = [self.task.verify(problem, answer) for problem, answer in zip(asked, completions, strict=True)]
         graded = advantages([score.reward for score in scores], group_S, config.advantage)
-        takes_part_S = graded.is_scored_S.clone()
+        takes_part_S = graded.is_scored_S
         if config.mask_truncated:
-            takes_part_S &= ~torch.tensor(rollout.is_truncated())
-        batch = _train_batch(prompts, rollout, graded.advantage_S)
-        metrics: dict[str, MetricValue] = {"step": step, "num_prompts": len(prompts), "group_size": config.group_size}
-        metrics |= self._batch_metrics(rollout, completions, scores, verdicts)
-        metrics |= _rollout_metrics(rollout)
-        metrics |= self.updater.update(batch, takes_part_S, learning_rate(config, step))
+            takes_part_S = takes_part_S & ~torch.tensor(rollout.is_truncated())
+        batch = TrainBatch.of(prompts, rollout, graded.advantage_S)
+        learned = self.updater.update(batch, takes_part_S, learning_rate(config, step))
         return StepResult(
-            metrics=metrics,
-            problems=problem_S,
+            metrics={"step": step, **self._batch_metrics(rollout, completions, scores, verdicts), **learned},
+            num_prompt_tokens=rollout.stats.num_prompt_tokens,
+            problems=asked,
             completions=completions,
             scores=scores,
             advantages=graded.advantage_S.tolist(),
@@ -98,53 +98,47 @@ class GrpoLoop:
 
     def evaluate(self) -> Evaluation:
         """Held-out accuracy of the weights as they are."""
-        config = self.config
         with self.clock.phase("t_eval"):
-            sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
-            return evaluate(self.engine, self.dialogue, self.task, self.heldout, sampling=sampling, seed=config.seed)
+            return evaluate(self.engine, self.dialogue, self.task, self.heldout, self.config)
+
+    def _sample(self, prompts: Sequence[Sequence[int]], step: int, cursor: int) -> Rollout:
+        """G completions of every prompt; a problem's randomness is called by its place in the run's stream."""
+        config = self.config
+        return self.engine.generate(
+            prompts,
+            config.group_size,
+            Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
+            derived_key(config.seed, PURPOSE_ROLLOUT, step),
+            streams=range(cursor, cursor + len(prompts)),
+        )
 
     def _batch_metrics(
         self,
         rollout: Rollout,
         completions: Sequence[Completion],
         scores: Sequence[Score],
-        verdicts: Sequence[bool],
+        verdicts: Sequence[Score],
     ) -> dict[str, MetricValue]:
+        """What is known before the update."""
         reasons = [score.reason for score in scores]
         self.seen_reasons |= set(reasons)
-        return batch_metrics(
-            Batch(
-                group_ids=rollout.prompt_of_row_S.tolist(),
-                rewards=[score.reward for score in scores],
-                is_right=[score.is_right for score in scores],
-                is_right_strict=verdicts,
-                reasons=reasons,
-                parts=[score.parts for score in scores],
-                lengths=rollout.length_S.tolist(),
-                is_truncated=rollout.is_truncated(),
-                texts=[completion.token_ids for completion in completions],
-            ),
-            seen_reasons=self.seen_reasons,
+        batch = Batch(
+            group_ids=rollout.prompt_of_row_S.tolist(),
+            rewards=[score.reward for score in scores],
+            is_right=[score.is_right for score in scores],
+            is_right_strict=[verdict.is_right for verdict in verdicts],
+            reasons=reasons,
+            parts=[score.parts for score in scores],
+            lengths=rollout.length_S.tolist(),
+            is_truncated=rollout.is_truncated(),
+            texts=[completion.token_ids for completion in completions],
         )
-
-
-def _train_batch(prompts: Sequence[Sequence[int]], rollout: Rollout, advantage_S: torch.Tensor) -> TrainBatch:
-    return TrainBatch(
-        prompts=prompts,
-        token_R=rollout.token_T.cpu(),
-        logprob_R=rollout.logprob_T.cpu(),
-        length_S=tuple(rollout.length_S.tolist()),
-        prompt_of_row_S=tuple(rollout.prompt_of_row_S.tolist()),
-        advantage_S=advantage_S,
-    )
-
-
-def _rollout_metrics(rollout: Rollout) -> dict[str, MetricValue]:
-    stats = rollout.stats
-    return {
-        "num_tokens": stats.num_new_tokens,
-        "num_prompt_tokens": stats.num_prompt_tokens,
-        "t_gen_prefill": stats.t_prefill_s,
-        "t_gen_decode": stats.t_decode_s,
-        "frac_slots_alive": stats.frac_slots_alive,
-    }
+        return {
+            "num_prompts": len(completions) // self.config.group_size,
+            "group_size": self.config.group_size,
+            "num_tokens": rollout.stats.num_new_tokens,
+            "t_gen_prefill": rollout.stats.t_prefill_s,
+            "t_gen_decode": rollout.stats.t_decode_s,
+            "frac_slots_alive": rollout.stats.frac_slots_alive,
+            **batch_metrics(batch, seen_reasons=self.seen_reasons),
+        }

@@ -32,19 +32,23 @@ class OptimStats:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Rate of step 1, 2, ...: linear warm-up, then constant, or falling to 0 at the end."""
+    """Rate of step 1, 2, ...: linear warm-up, then constant, or falling so that it would be 0 after the last step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    progress = (step - 1 - config.warmup_steps) / (config.steps - config.warmup_steps)
     if config.lr_schedule == "linear":
         return config.lr * (1 - progress)
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class MasterAdamW:
-    """The optimiser of a run; `masters`, and the state of `adam`, are what a checkpoint keeps."""
+    """The optimiser of a run; `masters`, the state of `adam` and the counts are what a checkpoint keeps.
+
+    An update whose gradient is not finite is skipped and counted: `skipped_steps` since the start of the run,
+    `skipped_in_a_row` since the last update that was made.
+    """
 
     def __init__(self, model: Decoder, config: Config) -> None:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -56,6 +60,7 @@ class MasterAdamW:
             for name, param in self.params.items():
                 param.register_post_accumulate_grad_hook(self._accumulate_into(self.masters[name]))
         self.max_grad_norm = config.max_grad_norm
+        self.skipped_steps = self.skipped_in_a_row = 0
         self.adam = torch.optim.AdamW(
             self.masters.values(),
             lr=config.lr,
@@ -80,11 +85,13 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> OptimStats:
         """Clip, update the masters, write the model's weights in place and drop the gradients."""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm)
-        grad_norm = float(norm)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.masters.values(), self.max_grad_norm))
         if not math.isfinite(grad_norm):
             self.adam.zero_grad(set_to_none=True)
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
             return OptimStats(grad_norm=grad_norm, is_skipped=True, frac_params_changed=0.0)
+        self.skipped_in_a_row = 0
         before = [_even_sample(p).clone() for p in self.params.values()]
         for group in self.adam.param_groups:
             group["lr"] = lr

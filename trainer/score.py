@@ -1,4 +1,4 @@
-"""Log-probs of given completions under a model: the one code path that scores the policy, the old policy and the reference.
+"""Log-probs of given completions under a model: one code path scores the policy, the old policy and the reference.
 
 Letters: T packed tokens, R head rows (completion tokens), D width.
 """

@@ -7,7 +7,7 @@ before any update their log-probs agree bit for bit and the KL is exactly 0.
 Letters: S completions, R completion tokens.
 """
 
-from collections.abc import Iterable
+import math
 
 import torch
 
@@ -58,27 +58,24 @@ class Updater:
         Returns:
             The metrics of the update, by their names in metrics.jsonl.
         """
-        config = self.config
+        config, clock = self.config, self.clock
         minis = [self._mini_batch(batch, takes_part_S, index) for index in range(config.mini_batches)]
         has_one_update = config.mini_batches == config.inner_epochs == 1
-        with self.clock.phase("t_ref"):
-            refs = [[self._score(self.reference, micro) for micro in mini] for mini in minis]
-        with self.clock.phase("t_old"):
-            olds = [[None if has_one_update else self._score(self.model, micro) for micro in mini] for mini in minis]
-        first_pass, clip, steps = TokenStats(), TokenStats(), []
+        refs = self._score_all("t_ref", self.reference, minis)
+        olds = self._score_all("t_old", None if has_one_update else self.model, minis)
+        tokens, steps = TokenStats(), []
         for epoch in range(config.inner_epochs):
             for mini, mini_refs, mini_olds in zip(minis, refs, olds, strict=True):
-                with self.clock.phase("t_train"):
+                if not mini:
+                    continue  # nothing in it has a gradient: no update, and Adam's moments stay as they are
+                with clock.phase("t_train"):
                     for micro, ref, old in zip(mini, mini_refs, mini_olds, strict=True):
                         loss = self._forward_backward(micro, ref, old)
-                        clip.add(micro, loss, old)
-                        if epoch == 0:
-                            first_pass.add(micro, loss, old)
-                if mini:
-                    with self.clock.phase("t_opt"):
-                        steps.append(self.optim.step(lr))
-        num_tokens = sum(batch.length_S)
-        return first_pass.metrics(num_tokens) | clip.clip_metrics() | _step_metrics(steps, lr)
+                        tokens.add(micro, loss, ref, old, is_first_pass=epoch == 0)
+                with clock.phase("t_opt"):
+                    steps.append(self.optim.step(lr))
+        metrics = tokens.metrics(num_tokens=sum(batch.length_S), mini_batches=config.mini_batches)
+        return metrics | _step_metrics(steps, lr) | {"skipped_steps": self.optim.skipped_steps}
 
     def _mini_batch(self, batch: TrainBatch, takes_part_S: torch.Tensor, index: int) -> list[MicroBatch]:
         """Pack the prompts of one optimiser batch, with the normalisers of that batch."""
@@ -92,10 +89,17 @@ class Updater:
             batch, weight_S, rows, tokens_per_micro_batch=self.tokens_per_micro_batch, device=self.model.device
         )
 
-    def _score(self, model: Decoder | None, micro: MicroBatch) -> torch.Tensor | None:
+    def _score_all(
+        self, phase: str, model: Decoder | None, minis: list[list[MicroBatch]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Log-probs of every micro-batch under a model, before any update; None throughout without a model."""
         if model is None:
-            return None
-        return score(model, micro, temperature=self.config.temperature, num_valid=self.num_valid)
+            return [[None] * len(mini) for mini in minis]
+        with self.clock.phase(phase):
+            return [
+                [score(model, m, temperature=self.config.temperature, num_valid=self.num_valid) for m in mini]
+                for mini in minis
+            ]
 
     def _forward_backward(
         self, micro: MicroBatch, ref_logprob_R: torch.Tensor | None, old_logprob_R: torch.Tensor | None
@@ -119,70 +123,66 @@ class Updater:
 
 
 class TokenStats:
-    """Sums over the tokens that take part, kept on the device until a step is over."""
+    """What each token did, of the tokens that take part; kept on the device until a step is over."""
 
     def __init__(self) -> None:
-        self.losses: list[GrpoLoss] = []
-        self.gaps: list[torch.Tensor] = []
+        self.loss: list[torch.Tensor] = []
+        self.clip_side: list[torch.Tensor] = []
+        self.ratio: list[torch.Tensor] = []
+        self.kl: list[torch.Tensor] = []
+        self.entropy: list[torch.Tensor] = []
+        self.gap: list[torch.Tensor] = []
 
-    def add(self, micro: MicroBatch, loss: GrpoLoss, old_logprob_R: torch.Tensor | None) -> None:
-        """Remember one micro-batch; the trainer's log-probs before any update are `old` where it was scored."""
-        self.losses.append(loss._replace(loss=loss.loss.detach()))
-        at_start = loss.logprob_T if old_logprob_R is None else old_logprob_R
-        self.gaps.append((micro.rollout_logprob_R - at_start)[loss.is_active_T])
+    def add(
+        self,
+        micro: MicroBatch,
+        loss: GrpoLoss,
+        ref_logprob_R: torch.Tensor | None,
+        old_logprob_R: torch.Tensor | None,
+        *,
+        is_first_pass: bool,
+    ) -> None:
+        """Remember one micro-batch. Clip and ratio count in every pass, the rest in the first."""
+        is_active_R = loss.is_active_T
+        self.clip_side.append(loss.clip_side_T[is_active_R])
+        self.ratio.append(loss.ratio_T[is_active_R])
+        if not is_first_pass:
+            return
+        self.loss.append(loss.loss.detach())
+        at_start_R = loss.logprob_T if old_logprob_R is None else old_logprob_R
+        self.gap.append((micro.rollout_logprob_R - at_start_R)[is_active_R])
+        if ref_logprob_R is not None:  # k3, whichever estimator the loss has: runs with different ones compare
+            log_ratio = (ref_logprob_R - loss.logprob_T)[is_active_R]
+            self.kl.append(torch.expm1(log_ratio) - log_ratio)
+        if loss.entropy_T is not None:
+            self.entropy.append(loss.entropy_T[is_active_R])
 
-    def metrics(self, num_tokens: int) -> dict[str, float | int | None]:
-        """Token means of the first pass; null where nothing was trained."""
-        names = [
-            "loss",
-            "kl_mean",
-            "kl_max",
-            "entropy_mean",
-            "frac_tokens_trained",
-            "logprob_gap_mean",
-            "logprob_gap_p99",
-            "logprob_gap_max",
-            "logprob_gap_signed",
-        ]
-        if not self.losses:
-            return dict.fromkeys(names, None) | {"frac_tokens_trained": 0.0}
-        gap = torch.cat(self.gaps)
-        values = dict.fromkeys(names, None) | {
-            "loss": float(sum(loss.loss for loss in self.losses)),
+    def metrics(self, *, num_tokens: int, mini_batches: int) -> dict[str, float | int | None]:
+        """Means over tokens. Where nothing was trained most are not known, and a key that is left out reads as null."""
+        if not self.loss:
+            return {"frac_tokens_trained": 0.0}
+        gap, side = torch.cat(self.gap), torch.cat(self.clip_side)
+        kl = torch.cat(self.kl) if self.kl else None
+        return {
+            "loss": float(torch.stack(self.loss).sum()) / mini_batches,
             "frac_tokens_trained": len(gap) / num_tokens,
             "logprob_gap_mean": float(gap.abs().mean()),
             "logprob_gap_p99": _percentile(gap.abs(), 0.99),
             "logprob_gap_max": float(gap.abs().max()),
             "logprob_gap_signed": float(gap.mean()),
+            "kl_mean": None if kl is None else float(kl.mean()),
+            "kl_max": None if kl is None else float(kl.max()),
+            "entropy_mean": float(torch.cat(self.entropy).mean()) if self.entropy else None,
+            "clip_frac": float((side != 0).float().mean()),
+            "clip_frac_low": float((side < 0).float().mean()),
+            "clip_frac_high": float((side > 0).float().mean()),
+            "ratio_max": float(torch.cat(self.ratio).max()),
         }
-        kl = _active(self.losses, "kl_T")
-        if kl is not None:
-            values |= {"kl_mean": float(kl.mean()), "kl_max": float(kl.max())}
-        entropy = _active(self.losses, "entropy_T")
-        if entropy is not None:
-            values["entropy_mean"] = float(entropy.mean())
-        return values
-
-    def clip_metrics(self) -> dict[str, float | None]:
-        """How often the clip binds and the largest ratio, over all updates of the step."""
-        names = ("clip_frac", "clip_frac_low", "clip_frac_high", "ratio_max")
-        side, ratio = _active(self.losses, "clip_side_T"), _active(self.losses, "ratio_T")
-        if side is None or ratio is None:
-            return dict.fromkeys(names, None)
-        binds = ((side != 0), (side == -1), (side > 0))
-        return dict(zip(names, (*(float(b.float().mean()) for b in binds), float(ratio.max())), strict=True))
-
-
-def _active(losses: Iterable[GrpoLoss], name: str) -> torch.Tensor | None:
-    """One output of all micro-batches at the tokens that take part; None where it was not computed."""
-    outputs = [(getattr(loss, name), loss.is_active_T) for loss in losses]
-    pieces = [output[is_active] for output, is_active in outputs if output is not None]
-    return torch.cat(pieces) if pieces else None
 
 
 def _percentile(values: torch.Tensor, frac: float) -> float:
     """The value that this share of them does not exceed (nearest rank)."""
-    return float(values.kthvalue(max(1, round(frac * len(values)))).values)
+    return float(values.kthvalue(max(1, math.ceil(frac * len(values)))).values)
 
 
 def _step_metrics(steps: list[OptimStats], lr: float) -> dict[str, float | int | None]:
@@ -192,5 +192,4 @@ def _step_metrics(steps: list[OptimStats], lr: float) -> dict[str, float | int |
         "lr": lr,
         "grad_norm": sum(step.grad_norm for step in done) / len(done) if done else None,
         "frac_params_changed": sum(step.frac_params_changed for step in done) / len(done) if done else 0.0,
-        "num_skipped": len(steps) - len(done),
     }

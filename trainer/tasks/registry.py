@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from sparkgrpo.trainer.config import Config
+from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.tasks.base import Task
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
@@ -33,9 +33,9 @@ TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
 
 
 def make_task(name: str, options: TaskOptions) -> Task:
-    """The task of this name with its part of the options. ValueError for an unknown name, naming the nearest one."""
+    """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
     if name not in TASKS:
         nearest = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise ValueError(f"unknown task {name!r}: {hint}the tasks are {', '.join(sorted(TASKS))}")
+        raise UserError(f"unknown task {name!r}: {hint}the tasks are {', '.join(sorted(TASKS))}")
     return TASKS[name](options)

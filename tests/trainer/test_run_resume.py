@@ -1,0 +1,134 @@
+"""Going on with a run, bit for bit, and stopping it by a signal."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkgrpo.trainer import cli
+from sparkgrpo.trainer.checkpoint import checkpoints
+from sparkgrpo.trainer.loop import StepResult
+from sparkgrpo.trainer.metrics import PHASES
+from sparkgrpo.trainer.runlog import RunLog, read_run
+
+Make = Callable[..., Any]
+TIMES = {"t_unix_s", "tok_per_s", "mem_peak_bytes", "t_step", "t_unaccounted", "t_gen_prefill", "t_gen_decode", *PHASES}
+
+
+def results(steps: list[StepResult]) -> list[tuple[list[tuple[int, ...]], list[float | None], list[float]]]:
+    return [([c.token_ids for c in s.completions], [x.reward for x in s.scores], list(s.advantages)) for s in steps]
+
+
+def test_three_resume_three_is_six_bit_for_bit(six: Any, configured: Make, record: Make, tmp_path: Path) -> None:
+    """Tokens, rewards, weights and every logged number but the times; counters go on."""
+    split = record(tmp_path / "split").train(configured(tmp_path / "split", steps=3, checkpoint_every=2))
+    split.resume(steps=6)
+    assert results(split.steps) == results(six.steps)
+    assert split.hash_of(6) == six.hash_of(6) != six.hash_of(4)
+    rows, expected = (
+        [{k: v for k, v in row.items() if k not in TIMES} for row in r.rows("metrics")] for r in (split, six)
+    )
+    assert rows == expected
+    by_step = {row["step"]: row for row in split.rows("evals")}
+    assert all(by_step[row["step"]] == row for row in six.rows("evals"))
+    assert split.result is not None and six.result is not None
+    assert (split.result.eval_before, split.result.steps) == (six.result.eval_before, 6)
+    assert split.view.facts["first_step"] == 4
+    assert [row["event"] for row in split.rows("events")].count("resume") == 1
+    assert read_run(split.folder)["status"] == "finished"
+
+
+def test_counters_go_on(configured: Make, record: Make, tmp_path: Path) -> None:
+    """Skipped updates, and reasons that no step after the resume shows."""
+    one = record(tmp_path / "one").train(configured(tmp_path / "one", steps=1))
+    path = one.folder / "checkpoints" / "step_000001" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"skipped_steps": 5, "seen_reasons": ["rare"]}))
+    one.resume(steps=2)
+    assert [(row["skipped_steps"], row.get("reason/rare")) for row in one.rows("metrics")] == [(0, None), (5, 0.0)]
+
+
+def test_resume_of_a_finished_run_does_nothing_twice(six: Any, configured: Make, record: Make, tmp_path: Path) -> None:
+    one = record(tmp_path / "one").train(configured(tmp_path / "one", steps=1, eval_every=0, beta=0.0))
+    before = one.result
+    assert before is not None and not (one.folder / "checkpoints" / "reference").exists()
+    one.resume()
+    assert one.view.steps == one.view.evaluations == []
+    assert one.result is not None and (one.result.steps, one.result.eval_after) == (1, before.eval_after)
+
+
+def stop_at(step: int, signum: int = signal.SIGINT) -> Callable[[int], None]:
+    return lambda now: os.kill(os.getpid(), signum) if now == step else None
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(
+    six: Any, configured: Make, record: Make, tmp_path: Path, signum: int
+) -> None:
+    """While step 2 is shown, when nothing would have been saved by itself; the run then goes on as if never stopped."""
+    config = configured(tmp_path / "run")
+    handler = signal.getsignal(signum)
+    stopped = record(tmp_path / "run", stop_at(2, signum)).train(config)
+    assert signal.getsignal(signum) == handler
+    result = stopped.result
+    assert result is not None and result.is_stopped and result.steps == 2 and stopped.view.steps == [1, 2]
+    assert result.eval_after == six.rows("evals")[1]["accuracy"]  # that of step 2, which was due
+    assert read_run(stopped.folder)["status"] == "stopped"
+    stopped.resume(steps=4)
+    assert results(stopped.steps) == results(six.steps)[:4] and stopped.hash_of(4) == six.hash_of(4)
+
+
+def test_a_stop_does_not_wait_for_an_evaluation(configured: Make, record: Make, tmp_path: Path) -> None:
+    stopped = record(tmp_path / "run", stop_at(1)).train(configured(tmp_path / "run"))
+    assert stopped.result is not None and stopped.result.eval_after is None and stopped.view.evaluations == [0]
+    assert [path.name for path in checkpoints(stopped.folder / "checkpoints")] == ["step_000001"]
+    stopped.resume(steps=1)  # nothing is left to train, but the accuracy is still to be known
+    assert stopped.view.evaluations == [1] and stopped.result.eval_after is not None
+
+
+def test_a_signal_before_the_first_step(six: Any, configured: Make, record: Make, tmp_path: Path) -> None:
+    stopped = record(tmp_path / "run", stop_at(0)).train(configured(tmp_path / "run", steps=1))
+    assert stopped.result is not None and stopped.result.steps == 0 and stopped.steps == []
+    stopped.resume()
+    assert results(stopped.steps) == results(six.steps)[:1] and stopped.view.evaluations == [1]
+
+
+def test_a_second_signal_interrupts_at_once(configured: Make, record: Make, tmp_path: Path) -> None:
+    def twice(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "run", twice).train(configured(tmp_path / "run"))
+    assert read_run(tmp_path / "run")["status"] == "stopped"
+
+
+def test_command_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last line is one JSON object; Ctrl-C says how to go on, and that command works."""
+    monkeypatch.chdir(tmp_path)
+    original = RunLog.metrics
+
+    def interrupted(log: RunLog, line: Mapping[str, object]) -> None:
+        original(log, line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    options = (
+        "--device cpu --run-dir r --steps 2 --numbers 2 --reward sloppy --prompts-per-step 2 --group-size 2 "
+        "--max-new-tokens 4 --eval-problems 3"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "metrics", interrupted)
+        assert cli.main(["train", "--model", str(tiny_folder), *options.split()]) == 0
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert lines[-2] == "stopped after step 1, saved; go on with: sparkgrpo train --resume r"
+    summary = json.loads(lines[-1])
+    assert summary.keys() == {"run_dir", "steps", "eval_before", "eval_after", "wall_s"}
+    assert (summary["run_dir"], summary["steps"]) == ("r", 1)
+    assert cli.main(lines[-2].split("sparkgrpo ")[1].split()) == 0
+    summary = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    assert summary["steps"] == 2 and isinstance(summary["eval_after"], float) and summary["wall_s"] > 0
