@@ -1,6 +1,6 @@
 """The main job, timed: the default run on the embedded model, over several seeds.
 
-    python -m benchmarks.default_run [--seeds 0 1 2]
+    python -m benchmarks.default_run [--seeds 0 1 2] [--keep FOLDER]
 
 Each seed is a process of its own, started as a user would start it. Reported: held-out greedy accuracy before and after
 (200 puzzles), its gain in points, and the wall time of the whole command, evaluations included.
@@ -41,9 +41,10 @@ def run_seed(seed: int, folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--keep", type=Path, help="folder for the run folders, seed_N each; dropped otherwise")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [run_seed(seed, Path(folder)) for seed in options.seeds]
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = [run_seed(seed, options.keep or Path(scratch)) for seed in options.seeds]
     content = {"conditions": {"command": "sparkgrpo train", "threads": torch.get_num_threads()}, "runs": rows}
     print(f"written to {write_result('default_run', torch.device('cpu'), content)}")
 

@@ -2,12 +2,14 @@
 
     out_b = softmax([q_b . Kprompt_n ; q_b . Kown_b] / sqrt(E)) [Vprompt_n ; Vown_b]      n: the group of row b
 
-The prompt's keys are read once a group: its rows' queries form one dense product. All rows are equally old, so their own
-keys are one slice without a mask. One softmax spans both parts, which is the log-sum-exp merge without its empty-part
-corner. Keys are stored transposed: a bf16 product with a slice of the other layout took 2.4 times as long.
+The prompt's keys are read once a group: its rows' queries form one dense product. All rows are equally old, so their
+own keys are one slice without a mask. One softmax spans both parts, which is the log-sum-exp merge without its empty-
+part corner. Keys are stored transposed: a bf16 product with a slice of the other layout took 2.4 times as long. The key
+head is the outermost axis: rows of a full group are then neighbours in every operand, and nothing is copied between the
+products.
 
-Letters: N groups, B rows, K key heads, R query heads a key head (H = K R), E head width, P longest prompt, C own tokens.
-Bytes a call: 2 E K (N P + B C) cache values. Work: 4 B H E (P + C) flops.
+Letters: N groups, B rows, K key heads, R query heads a key head (H = K R), E head width, P longest prompt, C own
+tokens. Bytes a call: 2 E K (N P + B C) cache values. Work: 4 B H E (P + C) flops.
 """
 
 import torch
@@ -23,16 +25,16 @@ def grouped_attention_reference(
     group_B: torch.Tensor,
 ) -> torch.Tensor:
     """The specification: each row alone, in float64; arguments as in `grouped_attention`."""
-    B, H, E = q_BHE.shape
-    K = len(k_own) // B
+    _, H, E = q_BHE.shape
+    K = len(k_own)
     rows = []
-    for b in range(B):
+    for b, q_HE in enumerate(q_BHE.double()):
         group = int(group_B[b])
         length = int(prompt_len_N[group])
-        k = torch.cat([k_prompt.unflatten(0, (-1, K))[group, ..., :length], k_own.unflatten(0, (B, K))[b]], -1)
-        v = torch.cat([v_prompt.unflatten(0, (-1, K))[group, :, :length], v_own.unflatten(0, (B, K))[b]], 1)
-        q_KRE = q_BHE[b].view(K, H // K, E).double()
-        rows.append((torch.softmax(q_KRE @ k.double() * E**-0.5, -1) @ v.double()).flatten(0, 1))
+        k = torch.cat([k_prompt[:, group, :, :length], k_own[:, b]], -1).double()
+        v = torch.cat([v_prompt[:, group, :length], v_own[:, b]], 1).double()
+        q_KRE = q_HE.view(K, H // K, E)
+        rows.append((torch.softmax(q_KRE @ k * E**-0.5, -1) @ v).flatten(0, 1))
     return torch.stack(rows).to(q_BHE.dtype)
 
 
@@ -47,13 +49,13 @@ def grouped_attention(
     rank_B: torch.Tensor,
     num_ranks: int,
 ) -> torch.Tensor:
-    """One decode step's attention; the softmax is in float32.
+    """One decode step's attention; the softmax is in float32 or wider.
 
     Args:
         q_BHE: Rotated queries.
-        k_prompt: [N K, E, P], v_prompt: [N K, P, E]: keys and values of each prompt.
+        k_prompt: [K, N, E, P], v_prompt: [K, N, P, E]: keys and values of each prompt; finite in the filler too.
         is_filler_NP: bool, prompt places beyond a prompt's own length; None when all prompts are equally long.
-        k_own: [B K, E, C], v_own: [B K, C, E]: what each row has generated, this step's key included.
+        k_own: [K, B, E, C], v_own: [K, B, C, E]: what each row has generated, this step's key included.
         group_B: int64, each row's group. rank_B: int64, its place among its group's rows, below num_ranks.
         num_ranks: Most rows of any group; N * num_ranks == B means that every group is full, in order.
 
@@ -61,29 +63,27 @@ def grouped_attention(
         out_BHE in q's dtype.
     """
     B, H, E = q_BHE.shape
-    K = len(k_own) // B
-    N, P = len(k_prompt) // K, k_prompt.shape[2]
+    K, N, _, P = k_prompt.shape
     R = H // K
     is_full = N * num_ranks == B
 
-    def to_groups(x: torch.Tensor) -> torch.Tensor:  # [B, K, R, *] -> [N K, num_ranks R, *]; absent rows are zero
-        if is_full:
-            dense = x.unflatten(0, (N, num_ranks))
-        else:
-            dense = x.new_zeros(N, num_ranks, K, R, x.shape[-1])
-            dense[group_B, rank_B] = x
-        return dense.transpose(1, 2).reshape(N * K, num_ranks * R, -1)
+    def to_groups(x: torch.Tensor) -> torch.Tensor:  # [K, B, R, *] -> [K, N, num_ranks R, *]; absent rows are zero
+        if not is_full:
+            dense = x.new_zeros(K, N, num_ranks, *x.shape[2:])
+            dense[:, group_B, rank_B] = x
+            x = dense
+        return x.reshape(K, N, num_ranks * R, -1)
 
     def to_rows(x: torch.Tensor) -> torch.Tensor:  # and back
-        dense = x.view(N, K, num_ranks, R, -1).transpose(1, 2)
-        return dense.flatten(0, 1) if is_full else dense[group_B, rank_B]
+        dense = x.view(K, N, num_ranks, R, -1)
+        return dense.flatten(1, 2) if is_full else dense[:, group_B, rank_B]
 
-    q_BKRE = (q_BHE * E**-0.5).view(B, K, R, E)
-    prompt_score = torch.bmm(to_groups(q_BKRE), k_prompt)
+    q_KBRE = (q_BHE * E**-0.5).view(B, K, R, E).transpose(0, 1).contiguous()
+    prompt_score = to_groups(q_KBRE) @ k_prompt
     if is_filler_NP is not None:
-        prompt_score.view(N, K * num_ranks * R, P).masked_fill_(is_filler_NP[:, None], -torch.inf)
-    own_score = torch.bmm(q_BKRE.reshape(B * K, R, E), k_own).view(B, K, R, -1)
-    prob = torch.softmax(torch.cat((to_rows(prompt_score), own_score), -1), -1, dtype=torch.float32).to(q_BHE.dtype)
-    prompt_out = to_rows(torch.bmm(to_groups(prob[..., :P]), v_prompt))
-    own_out = torch.bmm(prob[..., P:].reshape(B * K, R, -1), v_own).view(B, K, R, E)
-    return (prompt_out + own_out).flatten(1, 2)
+        prompt_score.masked_fill_(is_filler_NP[:, None], -torch.inf)
+    score = torch.cat((to_rows(prompt_score), q_KBRE @ k_own), -1)
+    wide = torch.promote_types(q_BHE.dtype, torch.float32)
+    prob = torch.softmax(score, -1, dtype=wide).to(q_BHE.dtype)
+    out_KBRE = to_rows(to_groups(prob[..., :P]) @ v_prompt) + prob[..., P:] @ v_own
+    return out_KBRE.transpose(0, 1).reshape(B, H, E)

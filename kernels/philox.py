@@ -22,14 +22,6 @@ PURPOSE_SAMPLE = 0
 """Fourth counter word of token sampling; another use takes another number, never another seed."""
 
 
-def _mul_hi_lo(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, split at 16 bits so that int64 does not overflow."""
-    low_part = multiplier * (word & 0xFFFF)
-    high_part = multiplier * (word >> 16)
-    middle = low_part + ((high_part & 0xFFFF) << 16)
-    return ((high_part >> 16) + (middle >> 32)) & MASK32, middle & MASK32
-
-
 def philox_4x32(
     key: torch.Tensor | int,
     c0: torch.Tensor | int,
@@ -40,23 +32,28 @@ def philox_4x32(
     """Four random words for each counter.
 
     Args:
-        key: int64, all 64 bits used.
-        c0, c1, c2, c3: int64 holding 32-bit words; key and counters broadcast together.
+        key: All 64 bits are used; integers beyond 64 bits wrap.
+        c0, c1, c2, c3: The low 32 bits are used. Tensors of any integer dtype, on one device; key and
+            counters broadcast.
 
     Returns:
         Four int64 tensors of the broadcast shape, values in [0, 2^32).
     """
-    device = next((x.device for x in (key, c0, c1, c2, c3) if isinstance(x, torch.Tensor)), None)
-    words = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (c0, c1, c2, c3, key))
-    c0, c1, c2, c3, key = torch.broadcast_tensors(*words)
-    c0, c1, c2, c3 = c0 & MASK32, c1 & MASK32, c2 & MASK32, c3 & MASK32
-    key0, key1 = key & MASK32, (key >> 32) & MASK32
+    c0, c1, c2, c3, key0, key1 = (_low_word(x) for x in (c0, c1, c2, c3, key, key >> 32))
+    c0, c2 = torch.as_tensor(c0), torch.as_tensor(c2)
     for _ in range(NUM_ROUNDS):
-        high0, low0 = _mul_hi_lo(MULTIPLIER_0, c0)
-        high1, low1 = _mul_hi_lo(MULTIPLIER_1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + WEYL_0) & MASK32, (key1 + WEYL_1) & MASK32
-    return c0, c1, c2, c3
+        # int64 products wrap modulo 2^64, so both halves are exact. What is only ever xored keeps its upper bits: the
+        # masks stand where those would matter, before the next product.
+        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1 = ((product1 >> 32) ^ c1 ^ key0) & MASK32, product1
+        c2, c3 = ((product0 >> 32) ^ c3 ^ key1) & MASK32, product0
+        key0, key1 = key0 + WEYL_0, key1 + WEYL_1
+    assert isinstance(c1, torch.Tensor) and isinstance(c3, torch.Tensor)  # products of tensors since the first round
+    return c0, c1 & MASK32, c2, c3 & MASK32
+
+
+def _low_word(x: torch.Tensor | int) -> torch.Tensor | int:
+    return (x.long() if isinstance(x, torch.Tensor) else x) & MASK32
 
 
 def philox_words(key: int, c0: int = 0, c1: int = 0, c2: int = 0, c3: int = 0) -> tuple[int, int, int, int]:
@@ -88,7 +85,7 @@ def draw_uniforms(
     Two words because one 24-bit uniform cannot reach a sixth of a 151,936-word vocabulary.
 
     Args:
-        key: int64 scalar. position: int64 [B]. stream: int64 [B], all 64 bits used.
+        key: A number or int64 [1]. position: integer [B]. stream: int64 [B], all 64 bits used.
     """
-    word_0, word_1, _, _ = philox_4x32(key, position, stream & MASK32, (stream >> 32) & MASK32, PURPOSE_SAMPLE)
+    word_0, word_1, _, _ = philox_4x32(key, position, stream, stream >> 32, PURPOSE_SAMPLE)
     return uniform24(word_0), uniform24(word_1)

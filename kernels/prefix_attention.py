@@ -6,14 +6,15 @@ A completion token sees its prompt and its own past, never a sibling. The packed
 prompt and then its completions, with no padding. The gradient into a prompt's keys sums over its completions.
 
 Letters: T packed tokens, N trees, S completions, H query heads, K key heads, E head width, P longest prompt of the
-batch, C longest completion of a bucket. Work: 4 H E (P + C) flops a token; bytes: K and V of a prompt are gathered once a
-completion (2 K E (P + C) values a completion), scores never leave the fused attention of torch.
+batch, C longest completion of a bucket. Work: 4 H E (P + C) flops a token; bytes: K and V of a prompt are gathered once
+a completion (2 K E (P + C) values a completion), scores never leave the fused attention of torch.
 
-Inside the op rows are gathered to rectangles, completions of like length together, so that a few fused calls serve any
-raggedness. Both directions of that gather are gathers (each packed token has one place), so no scatter-add is needed.
+Inside the op rows are laid out in rectangles, completions of like length together, so that a few fused calls serve any
+raggedness. Each packed token has one place there, so both directions are gathers, and so are their gradients: no
+scatter-add. The other places are zero, because a masked key still meets its value with probability 0, and 0 * NaN is
+NaN: places that repeated some packed token would carry one tree's fault into all.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class TreeLayout:
     num_tokens: int
     longest_prompt: int
     source_R: torch.Tensor
-    """int64 [rows of all rectangles]: the packed token of each rectangle row; filler rows name token 0."""
+    """int64: the packed token of every row of the rectangles, that of the prompts first; T for filler."""
     place_T: torch.Tensor
     """int64 [T]: the rectangle row of each packed token."""
     buckets: tuple[Bucket, ...]
@@ -56,7 +57,16 @@ class TreeLayout:
 def packed_starts(
     prompt_len_N: Sequence[int], completion_len_S: Sequence[int], tree_of_completion_S: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """First packed token of every prompt and of every completion, and the number of tokens."""
+    """First packed token of every prompt and of every completion, and the number of tokens.
+
+    Raises:
+        ValueError: Counts that differ, a tree that is not there, or completions out of order.
+    """
+    if len(completion_len_S) != len(tree_of_completion_S):
+        raise ValueError(
+            f"expected one tree a completion, got {len(tree_of_completion_S)} trees for "
+            f"{len(completion_len_S)} completions"
+        )
     if list(tree_of_completion_S) != sorted(tree_of_completion_S):
         raise ValueError("expected completions in the order of their trees; sort them by tree_of_completion_S")
     prompt_start_N, completion_start_S, cursor, row = [], [], 0, 0
@@ -72,11 +82,11 @@ def packed_starts(
     return prompt_start_N, completion_start_S, cursor
 
 
-def _rectangle(start: Sequence[int], length: Sequence[int], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed token of every cell of a [rows, longest] rectangle (filler: 0), and which cells are real."""
+def _rectangle(start: Sequence[int], length: Sequence[int], longest: int, filler: int) -> torch.Tensor:
+    """Packed token of every row of a [len(start), longest] rectangle, int64, flat."""
     offset = torch.arange(longest)
     is_real = offset < torch.tensor(length)[:, None]
-    return torch.where(is_real, torch.tensor(start)[:, None] + offset, 0), is_real
+    return torch.where(is_real, torch.tensor(start)[:, None] + offset, filler).flatten()
 
 
 def _length_buckets(length_S: Sequence[int]) -> list[list[int]]:
@@ -115,12 +125,11 @@ def tree_layout(
         raise ValueError("expected at least one tree, got none; skip the call when there is nothing to compute")
     prompt_start_N, completion_start_S, num_tokens = packed_starts(prompt_len_N, completion_len_S, tree_of_completion_S)
     longest_prompt = max(prompt_len_N)
-    source, is_real = _rectangle(prompt_start_N, prompt_len_N, longest_prompt)
-    sources, reals = [source.flatten()], [is_real.flatten()]
-    buckets, cursor = [], source.numel()
+    sources = [_rectangle(prompt_start_N, prompt_len_N, longest_prompt, num_tokens)]
+    buckets, num_rows = [], len(sources[0])
     for rows in _length_buckets(completion_len_S):
         length = [completion_len_S[s] for s in rows]
-        source, is_real = _rectangle([completion_start_S[s] for s in rows], length, length[0])
+        sources.append(_rectangle([completion_start_S[s] for s in rows], length, length[0], num_tokens))
         tree_S = torch.tensor([tree_of_completion_S[s] for s in rows])
         sees_prompt = torch.arange(longest_prompt) < torch.tensor(prompt_len_N)[tree_S][:, None, None]
         sees_own = torch.ones(length[0], length[0], dtype=torch.bool).tril()
@@ -129,17 +138,16 @@ def tree_layout(
         ).unsqueeze(1)
         buckets.append(
             Bucket(
-                start=cursor,
+                start=num_rows,
                 count=len(rows),
                 longest=length[0],
                 tree_S=tree_S.to(device),
                 is_visible_SCK=is_visible.to(device),
             )
         )
-        sources.append(source.flatten())
-        reals.append(is_real.flatten())
-        cursor += source.numel()
-    source_R, is_real_R = torch.cat(sources), torch.cat(reals)
+        num_rows += len(sources[-1])
+    source_R = torch.cat(sources)
+    is_real_R = source_R < num_tokens
     place_T = torch.empty(num_tokens, dtype=torch.int64)
     place_T[source_R[is_real_R]] = is_real_R.nonzero()[:, 0]
     return TreeLayout(
@@ -183,43 +191,58 @@ def prefix_attention_reference(
     return torch.cat([pieces[start] for start in sorted(pieces)])
 
 
+def _to_rectangles(x_T: torch.Tensor, source_R: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x_T, x_T.new_zeros(1, *x_T.shape[1:]))).index_select(0, source_R)
+
+
 class _ToRectangles(torch.autograd.Function):
-    """rows[source]; backward takes each packed token's gradient from its one place."""
+    """Packed tokens to their places among zeros; backward takes each token's gradient from its one place."""
 
     @staticmethod
-    def forward(ctx, x_T: torch.Tensor, source_R: torch.Tensor, place_T: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(place_T)
-        return x_T.index_select(0, source_R)
+    def forward(ctx, x_T: torch.Tensor, layout: TreeLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return _to_rectangles(x_T, layout.source_R)
 
     @staticmethod
-    def backward(ctx, grad_R: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (place_T,) = ctx.saved_tensors
-        return grad_R.index_select(0, place_T), None, None
+    def backward(ctx, grad_R: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_R.index_select(0, ctx.layout.place_T), None
 
 
 class _FromRectangles(torch.autograd.Function):
-    """rows[place]; backward leaves the filler at zero."""
+    """The way back; its gradient leaves the filler at zero."""
 
     @staticmethod
-    def forward(ctx, x_R: torch.Tensor, place_T: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(place_T)
-        ctx.num_rows = len(x_R)
-        return x_R.index_select(0, place_T)
+    def forward(ctx, x_R: torch.Tensor, layout: TreeLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return x_R.index_select(0, layout.place_T)
 
     @staticmethod
     def backward(ctx, grad_T: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (place_T,) = ctx.saved_tensors
-        grad_R = grad_T.new_zeros(ctx.num_rows, *grad_T.shape[1:])
-        grad_R[place_T] = grad_T
-        return grad_R, None
+        return _to_rectangles(grad_T, ctx.layout.source_R), None
+
+
+def prompt_rectangle(x_TKE: torch.Tensor, layout: TreeLayout) -> torch.Tensor:
+    """[N, longest_prompt, K, E] of a layout without completions: each prompt at the front of its row, zeros behind
+    it."""
+    return _to_rectangles(x_TKE, layout.source_R).unflatten(0, (-1, layout.longest_prompt))
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_visible: torch.Tensor | None) -> torch.Tensor:
+    """torch's fused attention on [rows, tokens, heads, E]; causal without a mask; returns [rows * tokens, H, E]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    has_groups = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=is_visible, is_causal=is_visible is None, enable_gqa=has_groups
+    )
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def prefix_attention(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, layout: TreeLayout) -> torch.Tensor:
     """Attention of packed trees, differentiable in q, k and v.
 
     Args:
-        q_THE: [T, H, E] rotated queries. k_TKE, v_TKE: [T, K, E] rotated keys, and values; H is a multiple of K. One dtype.
-        layout: From `tree_layout`, on the same device.
+        q_THE: [T, H, E] rotated queries. k_TKE, v_TKE: [T, K, E] rotated keys, and values; H is a multiple of K. One
+        dtype. layout: From `tree_layout`, on the same device.
 
     Returns:
         out_THE in q's dtype; softmax and sums in float32 or wider.
@@ -230,11 +253,10 @@ def prefix_attention(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tens
     H, K = q_THE.shape[1], k_TKE.shape[1]
     if not len(q_THE) == len(k_TKE) == len(v_TKE) == layout.num_tokens or H % K:
         raise ValueError(
-            f"expected {layout.num_tokens} tokens and query heads in multiples of key heads, got q {tuple(q_THE.shape)}, "
-            f"k {tuple(k_TKE.shape)}, v {tuple(v_TKE.shape)}"
+            f"expected {layout.num_tokens} tokens and query heads in multiples of key heads, got "
+            f"q {tuple(q_THE.shape)}, k {tuple(k_TKE.shape)}, v {tuple(v_TKE.shape)}"
         )
-    q, k, v = (_ToRectangles.apply(x, layout.source_R, layout.place_T) for x in (q_THE, k_TKE, v_TKE))
-    fused = functools.partial(F.scaled_dot_product_attention, enable_gqa=K != H)
+    q, k, v = (_ToRectangles.apply(x, layout) for x in (q_THE, k_TKE, v_TKE))
     num_prompts, longest = len(layout.prompt_len_N), layout.longest_prompt
 
     def rows(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
@@ -242,12 +264,10 @@ def prefix_attention(q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tens
 
     # Filler stands behind the prompt, so causality alone keeps it from every real query.
     q_prompt, k_prompt, v_prompt = (rows(x, 0, num_prompts, longest) for x in (q, k, v))
-    out = fused(*(x.transpose(1, 2) for x in (q_prompt, k_prompt, v_prompt)), is_causal=True)
-    pieces = [out.transpose(1, 2).flatten(0, 1)]
+    pieces = [_fused(q_prompt, k_prompt, v_prompt, None)]
     for bucket in layout.buckets:
         q_own, k_own, v_own = (rows(x, bucket.start, bucket.count, bucket.longest) for x in (q, k, v))
         k_seen = torch.cat((k_prompt.index_select(0, bucket.tree_S), k_own), dim=1)
         v_seen = torch.cat((v_prompt.index_select(0, bucket.tree_S), v_own), dim=1)
-        out = fused(*(x.transpose(1, 2) for x in (q_own, k_seen, v_seen)), attn_mask=bucket.is_visible_SCK)
-        pieces.append(out.transpose(1, 2).flatten(0, 1))
-    return _FromRectangles.apply(torch.cat(pieces), layout.place_T)
+        pieces.append(_fused(q_own, k_seen, v_seen, bucket.is_visible_SCK))
+    return _FromRectangles.apply(torch.cat(pieces), layout)

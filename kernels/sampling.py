@@ -3,19 +3,18 @@
     p_j = exp(logits_j / T - lse)  over j < num_valid;   block ~ mass of blocks of 1,024,  token ~ p inside the block
     logprob = logits_token / T - lse
 
-Each row makes one Philox call: word 0 picks the vocabulary block by inverse CDF, word 1 the token inside it. The counter
-is the token's position and the row's stream, so a draw does not depend on slot, batch or order. T = 0 is greedy: the
-lowest index of the maximum, its log-prob at T = 1.
+Each row makes one Philox call: word 0 picks the vocabulary block by inverse CDF, word 1 the token inside it. The
+counter is the token's position and the row's stream, so a draw does not depend on slot, batch or order. T = 0 is
+greedy: the lowest index of the maximum, its log-prob at T = 1.
 
 `context_len == 0` marks a finished row or an empty slot: it writes nothing (here: to the spare row S). Results go to
 `row_id`, never to the slot, so compaction may permute slots.
 
 Letters: B slots, S result rows (one spare row behind them), C most new tokens, V vocabulary of the head.
-Bytes: the logits once or twice (4 V B each).
+Bytes: the logits twice and one fp32 buffer of their size (4 V B each time).
 """
 
 import torch
-import torch.nn.functional as F
 
 from sparkgrpo.kernels.philox import draw_uniforms
 
@@ -47,18 +46,22 @@ def sample_tokens(
         (token_B int64, logprob_B fp32 under the distribution sampled from; NaN where logits are not finite).
     """
     is_greedy = inv_temperature_1 == 0
-    scale = torch.where(is_greedy, torch.ones_like(inv_temperature_1), inv_temperature_1)
-    score_BV = logits_BV[:, :num_valid].float() * scale
-    top_B, best_B = score_BV.max(1)
-    mass_BV = (score_BV - top_B[:, None]).exp_()
-    mass_BNC = F.pad(mass_BV, (0, -num_valid % BLOCK_V)).unflatten(1, (-1, BLOCK_V))
+    scale = torch.where(is_greedy, 1.0, inv_temperature_1)
+    logits_BV = logits_BV[:, :num_valid].float()
+    top_B, best_B = logits_BV.max(1)
+    width = min(BLOCK_V, num_valid)
+    num_blocks = -(-num_valid // width)
+    mass_BV = logits_BV.new_empty(len(logits_BV), num_blocks * width)
+    torch.sub(logits_BV, top_B[:, None], out=mass_BV[:, :num_valid]).mul_(scale).exp_()
+    mass_BV[:, num_valid:].zero_()
+    mass_BNC = mass_BV.unflatten(1, (num_blocks, width))
     block_mass_BN = mass_BNC.sum(2)
     u_block, u_token = draw_uniforms(seed_1, position_B, stream_B)
     block_B = _draw(block_mass_BN, u_block)
     inside_B = _draw(mass_BNC[torch.arange(len(block_B), device=block_B.device), block_B], u_token)
-    token_B = torch.where(is_greedy, best_B, block_B * BLOCK_V + inside_B)
-    logprob_B = score_BV.gather(1, token_B[:, None])[:, 0] - top_B - block_mass_BN.sum(1).log()
-    return token_B, logprob_B
+    token_B = torch.where(is_greedy, best_B, block_B * width + inside_B)
+    above_B = logits_BV.gather(1, token_B[:, None])[:, 0] - top_B
+    return token_B, above_B * scale - block_mass_BN.sum(1).log()
 
 
 def sample_update(

@@ -13,7 +13,7 @@ from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
 
 MAX_ACTIVATION_BYTES = 5 << 29
-"""Activations of an automatic micro-batch. A 135M model took 1.2 times as long with 1 GiB: prompts were computed again."""
+"""Activations of an automatic micro-batch. With 1 GiB a 135M model took 1.2 times as long: prompts were repeated."""
 FRAC_ACTIVATIONS = 0.25
 MIN_MICRO_BATCH_TOKENS = 256
 MAX_MICRO_BATCH_TOKENS = 1 << 13

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,26 @@ def test_three_resume_three_is_six_bit_for_bit(six: Any, configured: Make, recor
     assert split.view.facts["first_step"] == 4
     assert [row["event"] for row in split.rows("events")].count("resume") == 1
     assert read_run(split.folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "values", [{"precision": "bf16"}, {"inner_epochs": 2, "mini_batches": 2, "lr_schedule": "cosine", "beta": 0.0}]
+)
+def test_one_resume_one_is_two(configured: Make, record: Make, tmp_path: Path, values: dict[str, object]) -> None:
+    """With masters behind bf16 weights; with several updates a step and a rate that falls."""
+    whole = record(tmp_path / "whole").train(configured(tmp_path / "whole", steps=2, checkpoint_every=1, **values))
+    split = record(tmp_path / "split").train(configured(tmp_path / "split", steps=2, checkpoint_every=1, **values))
+    for name in ("metrics.jsonl", "checkpoints/step_000002"):  # as if it had been killed after step 1
+        path = split.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.write_text(path.read_text().split("\n")[0] + "\n")
+    split.steps.clear()
+    split.resume()
+    assert results(split.steps) == results(whole.steps)[1:]
+    assert split.hash_of(2) == whole.hash_of(2) != whole.hash_of(1)
+    rows, expected = (
+        [{k: v for k, v in row.items() if k not in TIMES} for row in r.rows("metrics")] for r in (split, whole)
+    )
+    assert rows == expected
 
 
 def test_counters_go_on(configured: Make, record: Make, tmp_path: Path) -> None:

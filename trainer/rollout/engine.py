@@ -1,28 +1,34 @@
 """The rollout: N prompts become N G completions and the log-prob of every sampled token.
 
-Every prompt is computed once and its keys are shared by its G siblings; all rows that fit run together; finished rows are
-dropped. The weights are the trainer's own storage, so nothing is copied or rebuilt between an update and the next rollout.
+Every prompt is computed once and its keys are shared by its G siblings; all rows that fit run together; finished rows
+are dropped. The weights are the trainer's own storage, so nothing is copied or rebuilt between an update and the next
+rollout.
 
-Letters: N prompts, G siblings, S = N G rows (row s = n G + g), T packed completion tokens, C most new tokens, B live slots.
+Letters: N prompts, G siblings, S = N G rows (row s = n G + g), T packed completion tokens, C most new tokens, B live
+slots.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from sparkgrpo.kernels.prefix_attention import prefix_attention, tree_layout
+from sparkgrpo.kernels.prefix_attention import TreeLayout, prefix_attention, prompt_rectangle, tree_layout
 from sparkgrpo.kernels.sampling import INVALID, LENGTH
 from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
-from sparkgrpo.trainer.rollout.state import DecodeState, allocate_state
+from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
 PREFILL_CHUNK_TOKENS = 8192
+"""Tokens of one forward of the prefill, filler included."""
 FRAC_ALIVE_TO_COMPACT = 7 / 8
 """Finished rows are dropped once fewer than this share of the slots is alive: a drop copies the cache of the rest."""
 MIN_TEMPERATURE = 0.05
 MAX_SIBLINGS = 1 << 16
+MAX_STREAM = 1 << 47
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +99,13 @@ def split_into_waves(num_prompts: int, G: int, max_rows: int) -> list[range]:
     """
     groups_per_wave = max_rows // G
     if groups_per_wave < 1:
-        raise ValueError(f"expected max_rows of at least one group ({G} rows), got {max_rows}")
+        raise ValueError(
+            f"expected max_rows of at least one group of {G} completions, got {max_rows}: a group is never split; "
+            "sample fewer completions a prompt or give the rollout more memory"
+        )
     num_waves = -(-num_prompts // groups_per_wave)
     bounds = [wave * num_prompts // num_waves for wave in range(num_waves + 1)] if num_waves else [0]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 class RolloutEngine:
@@ -108,7 +117,10 @@ class RolloutEngine:
         num_valid: len(tokenizer): head rows from there on are never sampled.
         max_rows: Most completions that decode together; more go in waves of whole groups.
         max_new_tokens: Most new tokens of any rollout.
-        max_context: Longest prompt plus completion, tokens; from the checkpoint where None.
+        max_context: Longest prompt plus completion, tokens; what the checkpoint was made for where None.
+
+    Raises:
+        ValueError: num_valid beyond the head, more stop ids than a step compares, or a size below 1.
     """
 
     def __init__(
@@ -121,12 +133,19 @@ class RolloutEngine:
         max_new_tokens: int,
         max_context: int | None = None,
     ) -> None:
+        config = model.config
+        if not 1 <= num_valid <= config.vocab_size:
+            raise ValueError(f"expected num_valid of 1 to {config.vocab_size}, the rows of the head, got {num_valid}")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"expected at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}: {stop_ids}")
+        if max_rows < 1 or max_new_tokens < 1:
+            raise ValueError(f"expected max_rows and max_new_tokens of 1 or more, got {max_rows} and {max_new_tokens}")
         self.model = model
         self.stop_ids = stop_ids
         self.num_valid = num_valid
         self.max_rows = max_rows
         self.max_new_tokens = max_new_tokens
-        self.max_context = max_context or model.config.max_position
+        self.max_context = max_context or min(config.max_position, config.sliding_window or config.max_position)
         self._state: DecodeState | None = None
 
     @torch.no_grad()
@@ -143,66 +162,67 @@ class RolloutEngine:
 
         Args:
             prompts: Token ids.
-            key: 64-bit key of this rollout; the same key and streams give the same tokens in any batch.
+            key: 64-bit key of this rollout, from 0; the same key and streams give the same tokens in any batch.
             streams: What each prompt's randomness is called, below 2^47; its index by default.
 
         Raises:
-            ValueError: An empty prompt, one too long for the model, unlike counts, or limits beyond the engine's.
+            ValueError: An empty prompt, one too long for the model, ids outside the vocabulary, unlike counts, or
+            limits
+                beyond the engine's.
             FloatingPointError: Logits that were not finite, with the rows.
         """
         streams = range(len(prompts)) if streams is None else streams
-        self._check(prompts, G, sampling, streams)
+        self._check(prompts, G, sampling, key, streams)
+        waves = split_into_waves(len(prompts), G, self.max_rows)
         if self._state is None:
             self._state = allocate_state(
                 self.model,
                 max_rows=self.max_rows,
                 max_new_tokens=self.max_new_tokens,
                 num_valid=self.num_valid,
-                stop_ids=self.stop_ids,
             )
         head_VD = self._head()
         meter = _Meter()
-        tokens, logprobs, lengths, finishes = [], [], [], []
-        for wave in split_into_waves(len(prompts), G, self.max_rows):
+        pieces = []
+        for wave in waves:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
             self._begin(self._state, wave_prompts, wave_streams, G, sampling, key)
             self._prefill(self._state, wave_prompts, G, head_VD, meter)
             self._decode(self._state, len(wave) * G, head_VD, meter)
-            num_rows = len(wave) * G
-            length_S = self._state.num_new_S[:num_rows].clone()
-            finish_S = self._state.finish_S[:num_rows].clone()
-            is_used = torch.arange(self.max_new_tokens, device=length_S.device) < length_S[:, None]
-            tokens.append(self._state.out_token_SC[:num_rows][is_used])
-            logprobs.append(self._state.out_logprob_SC[:num_rows][is_used])
-            lengths.append(length_S)
-            finishes.append(finish_S)
-        finish_S = torch.cat(finishes)
+            pieces.append(_packed_results(self._state, len(wave) * G))
+        token_T, logprob_T, length_S, finish_S = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         if (finish_S == INVALID).any():
             rows = (finish_S == INVALID).nonzero()[:, 0].tolist()
             raise FloatingPointError(f"the logits of rows {rows[:20]} were not finite; the weights may have diverged")
-        token_T = torch.cat(tokens)
         return Rollout(
             token_T=token_T,
-            logprob_T=torch.cat(logprobs),
-            length_S=torch.cat(lengths),
+            logprob_T=logprob_T,
+            length_S=length_S,
             finish_S=finish_S,
             prompt_of_row_S=torch.arange(len(prompts), dtype=torch.int32).repeat_interleave(G),
             sampling=sampling,
             stats=meter.stats(sum(map(len, prompts)), len(token_T)),
         )
 
-    def _check(self, prompts: Sequence[Sequence[int]], G: int, sampling: Sampling, streams: Sequence[int]) -> None:
+    def _check(
+        self, prompts: Sequence[Sequence[int]], G: int, sampling: Sampling, key: int, streams: Sequence[int]
+    ) -> None:
         if not prompts:
             raise ValueError("expected at least one prompt, got none")
         if not 1 <= G <= MAX_SIBLINGS:
             raise ValueError(f"expected 1 to {MAX_SIBLINGS} completions a prompt, got {G}")
+        if not 0 <= key < 1 << 64:
+            raise ValueError(f"expected a key of 64 bits, 0 to 2^64 - 1, got {key}")
         if len(streams) != len(prompts):
             raise ValueError(f"expected one stream a prompt, got {len(streams)} for {len(prompts)} prompts")
+        if not (min(streams) >= 0 and max(streams) < MAX_STREAM):
+            raise ValueError(f"expected streams from 0 to 2^47 - 1, got {min(streams)} to {max(streams)}")
         if sampling.max_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"expected at most the {self.max_new_tokens} new tokens this engine was built for, "
                 f"got max_new_tokens {sampling.max_new_tokens}"
             )
+        vocab_size = self.model.config.vocab_size
         for n, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"expected every prompt to have a token, got an empty prompt at index {n}")
@@ -211,8 +231,12 @@ class RolloutEngine:
                     f"expected prompt and completion within the model's {self.max_context} tokens, got "
                     f"{len(prompt)} + {sampling.max_new_tokens} at index {n}; lower max_new_tokens or drop the prompt"
                 )
-            if not (min(prompt) >= 0 and max(prompt) < self.model.config.vocab_size):
-                raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got others at index {n}")
+            low, high = min(prompt), max(prompt)
+            if low < 0 or high >= vocab_size:
+                raise ValueError(
+                    f"expected token ids of 0 to {vocab_size - 1}, got {low if low < 0 else high} in the prompt at "
+                    f"index {n}: the tokenizer is not this model's"
+                )
 
     def _head(self) -> torch.Tensor:
         """Head rows below num_valid. A CPU's bf16 product rounds the logits, so there the head is widened, once."""
@@ -265,14 +289,13 @@ class RolloutEngine:
         longest = max(map(len, prompts))
         for chunk in chunks:
             layout = tree_layout([len(prompts[n]) for n in chunk], (), (), device=device)
-            width = layout.longest_prompt
 
             def attend(
-                layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout=layout, width=width
+                layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TreeLayout = layout
             ) -> torch.Tensor:
+                filler = (0, 0, 0, 0, 0, longest - layout.longest_prompt)
                 for kept, x in ((keys, k), (values, v)):
-                    rows = x[layout.source_R].unflatten(0, (-1, width))
-                    kept[layer_idx].append(torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, longest - width)))
+                    kept[layer_idx].append(F.pad(prompt_rectangle(x, layout), filler))
                 return prefix_attention(q, k, v, layout)
 
             token_T = torch.tensor([token for n in chunk for token in prompts[n]], device=device)
@@ -299,16 +322,25 @@ class RolloutEngine:
         meter.t_decode_s += time.perf_counter() - start
 
 
+def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Tokens and log-probs of a finished wave, row after row, and each row's length and finish reason; copies."""
+    length_S = state.num_new_S[:num_rows].clone()
+    is_used_SC = torch.arange(state.out_token_SC.shape[1], device=length_S.device) < length_S[:, None]
+    token_T, logprob_T = state.out_token_SC[:num_rows][is_used_SC], state.out_logprob_SC[:num_rows][is_used_SC]
+    return token_T, logprob_T, length_S, state.finish_S[:num_rows].clone()
+
+
 def _chunks_of_prompts(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """Consecutive prompts whose tokens stay within the limit (one longer prompt is a chunk of its own)."""
+    """Consecutive prompts whose rectangle, count * longest tokens, stays within the limit (one longer prompt is
+    alone)."""
     chunks: list[list[int]] = []
-    used = limit
+    longest = 0
     for n, prompt in enumerate(prompts):
-        if used + len(prompt) > limit:
+        longest = max(longest, len(prompt))
+        if not chunks or (len(chunks[-1]) + 1) * longest > limit:
             chunks.append([])
-            used = 0
+            longest = len(prompt)
         chunks[-1].append(n)
-        used += len(prompt)
     return chunks
 
 

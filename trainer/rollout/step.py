@@ -13,7 +13,7 @@ from sparkgrpo.trainer.rollout.state import DecodeState
 def decode_step(state: DecodeState, model: Decoder, head_VD: torch.Tensor, num_slots: int) -> None:
     """Advance the first slots by one token, in place; slots whose row has finished change nothing."""
     view = state.view(num_slots)
-    view.cache.own_len += 1
+    view.cache.extend()
     position_B = (view.context_len_B - 1).clamp_(min=0)
     hidden_BD = decoder_hidden(model, view.token_B, position_B, view.cache.attend)
     finish_step(hidden_BD, view, head_VD)
