@@ -263,12 +263,12 @@ def save(folder: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFa
     tokenizer.save_pretrained(folder)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the embedded model: supervised warm-up on worked answers.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, in Hugging Face format")
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
-    arguments = parser.parse_args()
+    parser.add_argument("--seed", type=int, default=Recipe().seed)
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     tokenizer = build_tokenizer()
     save(arguments.out, warm_up(Recipe(seed=arguments.seed), tokenizer), tokenizer)

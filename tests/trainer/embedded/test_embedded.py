@@ -193,3 +193,13 @@ def test_heldout_puzzles_never_occur_in_the_warm_up() -> None:
     heldout = {problem.identity for problem in Countdown(CountdownOptions(numbers=(3,))).heldout(200)}
     warmup = {problem.identity for problem in Countdown(CountdownOptions(numbers=recipe.NUMBERS)).problems(0, 0, 2000)}
     assert not heldout & warmup
+
+
+def test_the_command_makes_the_model_that_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without options the recipe is the one that made the weights; the seed is the only choice."""
+    made = []
+    monkeypatch.setattr(recipe, "warm_up", lambda settings, tokenizer: made.append(settings))
+    monkeypatch.setattr(recipe, "save", lambda folder, model, tokenizer: made.append(folder))
+    recipe.main(["--out", str(tmp_path)])
+    recipe.main(["--out", str(tmp_path), "--seed", "7"])
+    assert made == [recipe.Recipe(), tmp_path, recipe.Recipe(seed=7), tmp_path]
