@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sparkgrpo.kernels.prefix_attention import (
-    BUCKET_SLACK,
     TreeLayout,
     packed_starts,
     prefix_attention,
@@ -147,7 +146,7 @@ def test_no_completion_meets_a_sibling() -> None:
             is_kept[torch.cat([prompt, own])] = True
             clean, poisoned = run_with_nan(layout, is_kept)
             assert torch.equal(poisoned[0], clean[0])
-            # the prompt's keys get 0 * NaN from the siblings, whose probabilities of it are NaN: the queries do not
+            # the prompt's k and v get 0 * NaN from the siblings' queries, which did meet it; no q gets anything
             assert torch.equal(poisoned[1], clean[1])
 
 
@@ -194,7 +193,7 @@ def test_at_most_a_third_of_a_bucket_is_filler() -> None:
     lengths = [int(x) for x in torch.randint(1, 500, (200,), generator=torch.Generator().manual_seed(0))]
     layout = tree_layout((3,), lengths, (0,) * 200)
     num_rows = sum(bucket.count * bucket.longest for bucket in layout.buckets)
-    assert num_rows <= BUCKET_SLACK * sum(lengths)
+    assert num_rows <= 1.5 * sum(lengths)
     assert len(layout.buckets) < 20
     assert sum(bucket.count for bucket in layout.buckets) == 200
 

@@ -134,14 +134,14 @@ def test_no_uniform_picks_a_token_without_mass(
         assert (token == (places[0] if u_block == 0 else places[-1])).all()
 
 
-def test_mass_below_the_last_bit_of_the_sum_is_not_drawn_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_uniforms(monkeypatch, LAST_UNIFORM, LAST_UNIFORM)
-    logits_BV = torch.full((1, 2500), -60.0)  # exp(-60) vanishes in a sum of order 1, and is not zero
-    logits_BV[0, 7] = 0.0
+def test_a_mass_too_small_to_be_divided_is_still_the_one_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(-103) is fp32's smallest number: times a uniform it rounds to itself or to 0, and nothing exceeds it."""
+    give_uniforms(monkeypatch, 0.0, LAST_UNIFORM)
+    logits_BV = torch.full((1, 2500), -torch.inf)
+    logits_BV[0, 5], logits_BV[0, 2000] = -103.0, 0.0
     token, logprob = draw(logits_BV)
-    assert logprob.isfinite().all() and (int(token) == 7 or float(logprob) < -50)
-    give_uniforms(monkeypatch, 0.5, 0.5)
-    assert int(draw(logits_BV)[0]) == 7
+    assert int(token) in (5, 2000)  # 2000 on a processor that flushes such numbers to zero
+    assert logprob.isfinite()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -167,8 +167,7 @@ class RolloutEngine:
 
         Raises:
             ValueError: An empty prompt, one too long for the model, ids outside the vocabulary, unlike counts, or
-            limits
-                beyond the engine's.
+                limits beyond the engine's.
             FloatingPointError: Logits that were not finite, with the rows.
         """
         streams = range(len(prompts)) if streams is None else streams
@@ -331,8 +330,7 @@ def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ..
 
 
 def _chunks_of_prompts(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """Consecutive prompts whose rectangle, count * longest tokens, stays within the limit (one longer prompt is
-    alone)."""
+    """Consecutive prompts whose rectangle, count * longest tokens, stays within the limit; a longer one is alone."""
     chunks: list[list[int]] = []
     longest = 0
     for n, prompt in enumerate(prompts):

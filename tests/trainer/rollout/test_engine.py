@@ -170,9 +170,12 @@ def test_one_new_token(exact_model: MakeExact) -> None:
 
 def test_ignore_eos_goes_on_and_the_next_rollout_stops_again(exact_model: MakeExact) -> None:
     engine = make_engine(exact_model(is_chain=True), stop_ids=(6, 9))
-    forced = engine.generate([[4]], 1, Sampling(max_new_tokens=7, ignore_eos=True), 1)
-    assert forced.rows() == [(5, 6, 7, 8, 9, 10, 11)] and forced.finish_S.tolist() == [LENGTH]
-    assert engine.generate([[4]], 1, Sampling(max_new_tokens=7), 1).rows() == [(5, 6)]
+    stopping, forced = Sampling(max_new_tokens=7), Sampling(max_new_tokens=7, ignore_eos=True)
+    for _ in range(2):
+        rollout = engine.generate([[4], [21]], 1, forced, 1)
+        assert rollout.rows() == [(5, 6, 7, 8, 9, 10, 11), (22, 23, 0, 1, 2, 3, 4)]
+        assert rollout.finish_S.tolist() == [LENGTH, LENGTH]
+        assert engine.generate([[4]], 1, stopping, 1).rows() == [(5, 6)]
 
 
 def test_head_rows_beyond_the_tokenizer_are_never_sampled(exact_model: MakeExact) -> None:
