@@ -20,12 +20,15 @@ MAX_MICRO_BATCH_TOKENS = 1 << 13
 """A model of 1M weights took 1.15 times as long with twice as many: its activations no longer fit the caches."""
 HEAD_BYTES = 3 << 26
 """Chunk of logits and its buffers in `linear_grpo`."""
+HOST_BYTES_PER_TOKEN = 64
+"""Of a sampled token: tensors of ids, log-probs and targets, the id as a Python integer, and its text."""
 UNKNOWN_BYTES = 1 << 62
 """Stands for the memory of a machine that does not say: nothing is refused there."""
 GIB = 1 << 30
 
 TRAINING_CURE = (
-    "lower --max-new-tokens, --group-size or --tokens-per-micro-batch, set --beta 0, or take a smaller model"
+    "lower --prompts-per-step, --group-size, --max-new-tokens or --tokens-per-micro-batch, set --beta 0, or take a "
+    "smaller model"
 )
 EVALUATION_CURE = "lower --max-new-tokens, or take a smaller model"
 
@@ -62,6 +65,7 @@ def plan_training(
         "gradients, moments and masters": num_params * (12 if model.dtype.itemsize == 4 else 16),
         "reference (beta above 0)": num_params * model.dtype.itemsize if config.beta > 0 else 0,
         "head": HEAD_BYTES + 4 * num_valid * model.config.width,
+        "completions of a batch": batch_bytes(config),
     }
     token_bytes = activation_bytes_per_token(model.config, model.dtype.itemsize)
     tokens = config.tokens_per_micro_batch
@@ -104,6 +108,11 @@ def row_bytes_while_decoding(model: Decoder, num_tokens: int, num_valid: int) ->
     shape = model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * model.dtype.itemsize
     return token_bytes * num_tokens + 4 * 4 * num_valid
+
+
+def batch_bytes(config: Config) -> int:
+    """A batch of full-length completions on the host, however many waves decode it: ids, log-probs and text."""
+    return HOST_BYTES_PER_TOKEN * config.prompts_per_step * config.group_size * config.max_new_tokens
 
 
 def _usable(model: Decoder, usable: int | None) -> int:

@@ -65,7 +65,7 @@ def test_what_cannot_fit_is_refused_with_numbers_and_options(make_decoder: Calla
     message = str(caught.value)
     rows = 8 * (2 * 2 * 2 * 8 * 4 * 10_000_060 + 16 * 33) / GIB
     assert "GiB and 0.50 GiB can be used; largest: activations of a micro-batch" in message
-    assert f"GiB, keys and values while decoding {rows:.2f} GiB, head 0.19 GiB;" in message
+    assert f"GiB, keys and values while decoding {rows:.2f} GiB, completions of a batch" in message
     for option in ("--max-new-tokens", "--group-size", "--tokens-per-micro-batch", "--beta 0"):
         assert option in message
 
@@ -128,3 +128,9 @@ def test_activations_are_an_upper_bound_and_no_tale(
     measured = sum(saved.values()) / layout.num_tokens
     reckoned = activation_bytes_per_token(model.config, 4)
     assert 0.5 * reckoned < measured <= reckoned
+
+
+def test_a_batch_that_no_number_of_waves_makes_possible(make_decoder: Callable[..., Decoder]) -> None:
+    """10^8 completions of 300 tokens would decode wave by wave, for days, and then not fit on the host."""
+    with pytest.raises(UserError, match=r"largest: completions of a batch 1788\.14 GiB, .*lower --prompts-per-step"):
+        plan(make_decoder(), 64 * GIB, prompts_per_step=100_000, group_size=1000, max_new_tokens=300)
