@@ -275,8 +275,8 @@ class Countdown:
             index += 1
         if len(found) < count:
             raise ValueError(
-                f"{count} held-out puzzles were asked for, but only {len(found)} turned up with numbers "
-                f"{self.options.numbers}: ask for at most that many, or raise heldout_frac"
+                f"{count} held-out puzzles were asked for, but only {len(found)} turned up with "
+                f"{' or '.join(map(str, sorted(set(self.options.numbers))))} numbers: ask for at most that many"
             )
         return list(found.values())
 
