@@ -36,14 +36,17 @@ class Case:
 
 def make_case(frac_active: float) -> Case:
     g = torch.Generator().manual_seed(0)
-    weight_T = torch.where(torch.rand(T, generator=g) < frac_active, 1 / T, 0.0)
+    hidden_TD = torch.randn(T, D, generator=g)
+    weight_VD = torch.randn(V, D, generator=g) * 0.1
+    target_T = torch.randint(V, (T,), generator=g)
+    logprob_T = (hidden_TD @ weight_VD.T).log_softmax(1).gather(1, target_T[:, None])[:, 0]
     return Case(
-        hidden_TD=torch.randn(T, D, generator=g).requires_grad_(),
-        weight_VD=(torch.randn(V, D, generator=g) * 0.2).requires_grad_(),
-        target_T=torch.randint(V, (T,), generator=g),
+        hidden_TD=hidden_TD.requires_grad_(),
+        weight_VD=weight_VD.requires_grad_(),
+        target_T=target_T,
         advantage_T=torch.randn(T, generator=g),
-        token_weight_T=weight_T,
-        ref_T=torch.randn(T, generator=g) - 11,
+        token_weight_T=torch.where(torch.rand(T, generator=g) < frac_active, 1 / T, 0.0),
+        ref_T=logprob_T + 0.1 * torch.randn(T, generator=g),  # a reference close to the policy, as in training
     )
 
 
