@@ -1,6 +1,7 @@
-"""Rows of the LM head a chunk at a time, in torch ops alone: exponentials of a chunk of logits, and gradient products.
+"""The head's sweeps on a CPU: exponentials of a chunk of logits, and gradient products, in torch ops alone.
 
-`linear_logprob` and `linear_grpo` are this plus a row loss. Forward of a chunk of C rows, c = the row's largest logit:
+`linear_logprob` and `linear_grpo` are this, or `tile_sweep.py` on a GPU, plus a row loss. Forward of a chunk of C rows,
+c = the row's largest logit:
 
     z_j = (hidden . weight_j) / tau      E_j = e^(z_j - c), j != y      R = sum_j E_j      M = sum_j (z_j - c) E_j
     a = z_y - c     e = e^a     S = R + e     logp = -log1p(R/e) if R < e, else a - log S     H = log S - (M + a e)/S
@@ -13,8 +14,8 @@ and its gradient, (g, h) = (dloss/dlogp, dloss/dH), which needs no further pass 
 
 R is kept apart from e because 1 - p_y = R/S keeps its digits where the model is certain and 1 - e^logp does not.
 
-Precision: logits, E and all sums are fp32. bf16 operands on the CPU are widened, exactly, a block of the weight at a
-time; on CUDA products take bf16 operands and accumulate in fp32, and E is rounded to bf16 for the gradient products.
+Precision: logits, E and all sums are fp32. bf16 operands are widened, exactly, a block of the weight at a time: a CPU
+product of them would round its result.
 Bytes: one fp32 chunk [C, V], blocks of a few MB, three [C, D] buffers. Flops: 2 C V D for the forward, 4 C V D for both
 gradients. T rows given, N rows computed, C rows a chunk, V valid vocabulary, D width, y the row's target.
 """
@@ -25,20 +26,21 @@ from typing import NamedTuple
 
 import torch
 
+from sparkgrpo.kernels.cpu_products import product_
 from sparkgrpo.kernels.launch import check_counted_rows, check_num_valid
 
-CHUNK_BYTES = 64 << 20
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
-"""Smaller chunks reread dweight (8 V D bytes a chunk) for too little work; larger ones of a small vocabulary leave the
-cache between product, exponentials and gradients (V 1,500, D 128: 1.16x the bare products in one chunk, 0.99x here)."""
-CUDA_CHUNK_ROWS = 4096
+CHUNK_BYTES = 160 << 20
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 256
+"""Smaller chunks reread dweight (8 V D bytes a chunk) for too little work (V 49,152: 128 rows take 1.04 times as long
+as 256). Larger ones leave the cache between product, exponentials, gradients (V 1,536, D 144: 512 rows 1.4 times)."""
 PAD_ROWS = 16
 """CPU products of fewer rows take another kernel and differ in the last bit: such chunks are padded with zero rows."""
 BLOCK_ELEMENTS = 1 << 18
 """Logits (1 MiB) that are made exponentials while they stay in the core's L2 cache."""
 BLOCK_COLUMNS = 2048
-WIDEN_ROWS = 8192
-"""Rows of a bf16 weight that are widened to fp32 at a time."""
+PRODUCT_ROWS = 2048
+"""Rows of the weight that a product takes at a time: what it gives is still in the cache when it is copied or added,
+and a bf16 weight is widened to fp32 in a buffer of that size."""
 FAR_BELOW = 200.0
 """Nats below the row's maximum at which e^z is 0 in fp32, while z e^z is still 0 and not NaN."""
 
@@ -74,6 +76,22 @@ class RowStatistics(NamedTuple):
         return self.shift_C + self.total_C.log()
 
 
+class KnownRows(NamedTuple):
+    """What an earlier sweep left of rows, fp32 [N]."""
+
+    logprob: torch.Tensor
+    entropy: torch.Tensor | None
+    """None unless it is wanted; an entropy gradient needs it."""
+    lse: torch.Tensor
+    rest_frac: torch.Tensor
+    """R/S = 1 - p_y, which keeps its digits where the model is certain."""
+
+    def rows(self, picked: slice | torch.Tensor) -> "KnownRows":
+        """The same of some rows: a slice, or int64 row numbers."""
+        entropy = None if self.entropy is None else self.entropy[picked]
+        return KnownRows(self.logprob[picked], entropy, self.lse[picked], self.rest_frac[picked])
+
+
 def row_blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
     """Rectangles of about BLOCK_ELEMENTS that cover [rows, columns], columns inner."""
     block_columns = min(num_columns, BLOCK_COLUMNS)
@@ -107,18 +125,11 @@ def exponentiate_(
     return rest_C, moment_C
 
 
-def chunk_rows(vocab: int, device: torch.device, chunk_tokens: int | None) -> int:
+def chunk_rows(vocab: int, chunk_tokens: int | None) -> int:
     """Rows a chunk: what the caller asked for, else CHUNK_BYTES of logits, within MIN_ and MAX_CHUNK_ROWS."""
     if chunk_tokens is not None:
         return chunk_tokens
-    if device.type == "cuda":
-        return CUDA_CHUNK_ROWS
     return min(max(CHUNK_BYTES // (4 * vocab), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
-
-
-def takes_narrow_products(hidden_TD: torch.Tensor) -> bool:
-    """Whether the products take bf16 operands and give fp32; the CPU's would round their result to bf16."""
-    return hidden_TD.dtype == torch.bfloat16 and hidden_TD.device.type == "cuda"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,8 +143,6 @@ class HeadSweep:
     """int64, the rows that are computed; None is all of them."""
     target_N: torch.Tensor
     """int64, in [0, V)."""
-    is_bad_N: torch.Tensor | None
-    """CUDA alone: rows whose target does not exist, which get NaN."""
     inv_temperature: float | torch.Tensor
     """A number, or fp32 [N]."""
     num_rows: int
@@ -144,8 +153,8 @@ class HeadSweep:
     """The chunk's hidden rows as the products take them."""
     scaled_CD: torch.Tensor
     """The same times the row scale."""
-    is_narrow: bool
-    """The products take bf16 operands (CUDA): the temperature then divides logits, not hidden rows."""
+    num_repaired: torch.Tensor
+    """int32 scalar, 0: no row depends on an anchor here."""
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of every chunk of the rows that are computed."""
@@ -159,27 +168,33 @@ class HeadSweep:
             self,
             row_idx_N=kept_K if self.row_idx_N is None else self.row_idx_N[kept_K],
             target_N=self.target_N[kept_K],
-            is_bad_N=None if self.is_bad_N is None else self.is_bad_N[kept_K],
             inv_temperature=inv_temperature[kept_K] if isinstance(inv_temperature, torch.Tensor) else inv_temperature,
             num_rows=kept_K.numel(),
         )
 
     def _load_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Hidden rows of the chunk, divided by the temperature unless narrow, padded to PAD_ROWS with zeros."""
+        """Hidden rows of the chunk, dense, divided by the temperature, padded to PAD_ROWS with zeros.
+
+        Dense, because a product of the same numbers with other strides may differ in the last bit.
+        """
         num = stop - start
         if self.row_idx_N is None:
             rows_CD = self.hidden_TD[start:stop]
         else:
             rows_CD = self.hidden_TD.index_select(0, self.row_idx_N[start:stop])
-        is_as_given = rows_CD.dtype == self.rows_CD.dtype and (self.is_narrow or self._temperature_is_one())
+        is_as_given = rows_CD.dtype == self.rows_CD.dtype and rows_CD.is_contiguous() and self._temperature_is_one()
         if is_as_given and num >= PAD_ROWS:
             return rows_CD
         out_CD = self.rows_CD[: max(num, PAD_ROWS)]
         out_CD[num:] = 0.0
         out_CD[:num] = rows_CD
-        if not self.is_narrow and not self._temperature_is_one():
+        if not self._temperature_is_one():
             out_CD[:num] *= self._inv_temperature(start, stop)
         return out_CD
+
+    def statistics(self, start: int, stop: int, want_entropy: bool) -> RowStatistics:
+        """The statistics of rows [start, stop) alone."""
+        return self.exponentials(start, stop, want_entropy)
 
     def exponentials(self, start: int, stop: int, want_entropy: bool) -> RowStatistics:
         """Makes the chunk the exponentials E of rows [start, stop), and returns the rows' statistics."""
@@ -187,13 +202,9 @@ class HeadSweep:
         z_CV = self.exp_CV[: rows_CD.shape[0]]
         self._logits(rows_CD, z_CV)
         z_CV = z_CV[: stop - start]
-        if self.is_narrow and not self._temperature_is_one():
-            z_CV *= self._inv_temperature(start, stop)
         target_C1 = self.target_N[start:stop, None]
         shift_C = z_CV.amax(1)
         guess_C = z_CV.gather(1, target_C1)[:, 0] - shift_C
-        if self.is_bad_N is not None:
-            guess_C.masked_fill_(self.is_bad_N[start:stop], float("nan"))
         z_CV.scatter_(1, target_C1, (shift_C - FAR_BELOW)[:, None])
         rest_C, moment_C = exponentiate_(z_CV, shift_C, want_entropy)
         return RowStatistics(shift_C, guess_C, rest_C, rest_C + guess_C.exp(), moment_C)
@@ -218,13 +229,26 @@ class HeadSweep:
         scale_C1 = ((-1.0 if h_C is not None else -g_C) / stats.total_C)[:, None]
         scale_hidden_C1 = scale_C1 * self._inv_temperature(chunk.start, chunk.stop)
         exp_CV = self.exp_CV[: rows_CD.shape[0]]
-        if self.is_narrow:
-            exp_CV, scale_C1 = exp_CV.to(rows_CD.dtype), scale_hidden_C1
         if dweight_VD is not None:
             scaled_CD = torch.mul(rows_CD[:num], scale_C1, out=self.scaled_CD[:num])
             self._add_dweight(exp_CV[:num], scaled_CD, dweight_VD[: self.weight_VD.shape[0]], is_first)
         if dhidden_CD is not None:
             torch.mul(self._dhidden(exp_CV, rows_CD.shape)[:num], scale_hidden_C1, out=dhidden_CD)
+
+    def known_gradients(
+        self,
+        chunk: slice,
+        known: KnownRows,
+        g_C: torch.Tensor,
+        h_C: torch.Tensor | None,
+        dhidden_CD: torch.Tensor | None,
+        dweight_VD: torch.Tensor | None,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        """The gradients of rows that no chunk holds any more, swept again; what is `known` of them serves a GPU."""
+        stats = self.exponentials(chunk.start, chunk.stop, h_C is not None)
+        self.gradients(chunk, stats, g_C, h_C, dhidden_CD, dweight_VD, is_first=is_first)
 
     def _temperature_is_one(self) -> bool:
         return not isinstance(self.inv_temperature, torch.Tensor) and self.inv_temperature == 1.0
@@ -235,46 +259,32 @@ class HeadSweep:
             return self.inv_temperature[start:stop, None]
         return self.inv_temperature
 
-    def _is_widening(self) -> bool:
-        return self.weight_VD.dtype != self.rows_CD.dtype
-
-    def _wide_weights(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """fp32 copies of the weight, WIDEN_ROWS rows at a time in one buffer."""
+    def _weight_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The weight in dense fp32, PRODUCT_ROWS rows at a time; one that is not is copied into one buffer."""
         V, D = self.weight_VD.shape
-        buffer = self.rows_CD.new_empty(min(V, WIDEN_ROWS), D)
-        for start in range(0, V, WIDEN_ROWS):
-            columns = slice(start, min(start + WIDEN_ROWS, V))
-            yield columns, buffer[: columns.stop - start].copy_(self.weight_VD[columns])
+        is_as_given = self.weight_VD.dtype == torch.float32 and self.weight_VD.is_contiguous()
+        buffer = None if is_as_given else self.rows_CD.new_empty(min(V, PRODUCT_ROWS), D)
+        for start in range(0, V, PRODUCT_ROWS):
+            columns = slice(start, min(start + PRODUCT_ROWS, V))
+            block = self.weight_VD[columns]
+            yield columns, block if buffer is None else buffer[: columns.stop - start].copy_(block)
 
     def _logits(self, rows_CD: torch.Tensor, z_CV: torch.Tensor) -> None:
-        if self.is_narrow:
-            torch.mm(rows_CD, self.weight_VD.t(), out_dtype=torch.float32, out=z_CV)
-        elif self._is_widening():
-            for columns, wide_VD in self._wide_weights():
-                torch.mm(rows_CD, wide_VD.t(), out=z_CV[:, columns])
-        else:
-            torch.mm(rows_CD, self.weight_VD.t(), out=z_CV)
+        for columns, block in self._weight_blocks():
+            product_(z_CV[:, columns], rows_CD, block.t())
 
     def _dhidden(self, exp_CV: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        product_CD = exp_CV.new_empty(shape, dtype=torch.float32)
-        if self.is_narrow:
-            return torch.mm(exp_CV, self.weight_VD, out_dtype=torch.float32, out=product_CD)
-        if not self._is_widening():
-            return torch.mm(exp_CV, self.weight_VD, out=product_CD)
-        for columns, wide_VD in self._wide_weights():
-            torch.addmm(product_CD, exp_CV[:, columns], wide_VD, beta=float(columns.start > 0), out=product_CD)
+        product_CD = exp_CV.new_zeros(shape)
+        for columns, block in self._weight_blocks():
+            product_(product_CD, exp_CV[:, columns], block, adds=True)
         return product_CD
 
     def _add_dweight(
         self, exp_CV: torch.Tensor, scaled_CD: torch.Tensor, dweight_VD: torch.Tensor, is_first: bool
     ) -> None:
-        if self.is_narrow:
-            product_VD = torch.mm(exp_CV.t(), scaled_CD, out_dtype=torch.float32)
-            (dweight_VD.copy_ if is_first else dweight_VD.add_)(product_VD)
-        elif is_first:
-            torch.mm(exp_CV.t(), scaled_CD, out=dweight_VD)
-        else:
-            dweight_VD.addmm_(exp_CV.t(), scaled_CD)
+        for start in range(0, dweight_VD.shape[0], PRODUCT_ROWS):
+            columns = slice(start, start + PRODUCT_ROWS)
+            product_(dweight_VD[columns], exp_CV[:, columns].t(), scaled_CD, adds=not is_first)
 
 
 def finish_exponentials_(
@@ -335,25 +345,19 @@ def open_sweep(
         if isinstance(temperature, torch.Tensor):
             temperature = torch.where(is_counted_N, temperature, 1.0)
     check_counted_rows(target_N, temperature, num_valid)
-    is_bad_N = None
-    if target_N.device.type != "cpu":
-        is_bad_N = (target_N < 0) | (target_N >= num_valid)
-        target_N = torch.where(is_bad_N, 0, target_N)
     num_rows, D = target_N.numel(), hidden_TD.shape[1]
-    max_rows = min(chunk_rows(num_valid, hidden_TD.device, chunk_tokens), num_rows)
-    is_narrow = takes_narrow_products(hidden_TD)
-    buffer_rows, dtype = max(max_rows, PAD_ROWS) if num_rows else 0, hidden_TD.dtype if is_narrow else torch.float32
+    max_rows = min(chunk_rows(num_valid, chunk_tokens), num_rows)
+    buffer_rows = max(max_rows, PAD_ROWS) if num_rows else 0
     return HeadSweep(
         hidden_TD=hidden_TD,
         weight_VD=weight_VD[:num_valid],
         row_idx_N=row_idx_N,
         target_N=target_N,
-        is_bad_N=is_bad_N,
         inv_temperature=1.0 / temperature,
         num_rows=num_rows,
         max_rows=max_rows,
         exp_CV=hidden_TD.new_empty(buffer_rows, num_valid, dtype=torch.float32),
-        rows_CD=hidden_TD.new_empty(buffer_rows, D, dtype=dtype),
-        scaled_CD=hidden_TD.new_empty(buffer_rows, D, dtype=dtype),
-        is_narrow=is_narrow,
+        rows_CD=hidden_TD.new_empty(buffer_rows, D, dtype=torch.float32),
+        scaled_CD=hidden_TD.new_empty(buffer_rows, D, dtype=torch.float32),
+        num_repaired=torch.zeros((), dtype=torch.int32),
     )

@@ -98,7 +98,7 @@ def check_temperature(temperature: float | torch.Tensor, num_rows: int, device: 
         check_row_input("temperature", temperature, num_rows, device)
     elif isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise ValueError(f"temperature must be a number or a float32 tensor [T], got {type(temperature).__name__}")
-    elif not (math.isfinite(temperature) and temperature > 0):
+    elif not 0 < temperature < math.inf:  # what a compiler can trace with a symbolic number
         raise ValueError(
             f"temperature must be finite and above 0, got {temperature}; for greedy decoding take the largest logit"
         )

@@ -8,19 +8,20 @@ it still holds: three products, 6 N V D flops (4 with one operand frozen, 2 with
 0 before the sweep (weight 0; advantage 0 without KL and entropy terms) is not computed at all.
 
 T rows, N active rows, C rows a chunk, S sequences, V vocabulary, D width, y the row's target, tau the temperature.
-Bytes beside inputs and outputs: 4 C V for the chunk, 12 C D, N D itemsize for dhidden, 4 V D for dweight (none with
-grad_weight_VD). When the ratio is per sequence and a sequence is longer than the chunk, g is known after all rows: then
-the forward sweeps twice, four products.
+Bytes beside inputs and outputs: one chunk (4 C V; 2 C V where the design is `anchored`), 4 C D, T D itemsize for
+dhidden, 4 V D for dweight (none with grad_weight_VD); `head_plan.py` has the sum and the choice of design. When the
+ratio is per sequence and a sequence is longer than the chunk, g is known after all rows: then the forward sweeps twice,
+four products.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from sparkgrpo.kernels.active_rows import is_active_reference
-from sparkgrpo.kernels.grpo_chunks import Design, GrpoCall, run_chunks
 from sparkgrpo.kernels.grpo_row_loss import GrpoObjective, RowInputs, grpo_row_loss, grpo_row_loss_reference
-from sparkgrpo.kernels.head_chunks import scatter_rows
+from sparkgrpo.kernels.grpo_sweep import GrpoCall, run_sweeps
+from sparkgrpo.kernels.head_plan import Design
 from sparkgrpo.kernels.launch import refuse_second_order
 from sparkgrpo.kernels.linear_logprob import linear_logprob_reference
 
@@ -103,47 +104,141 @@ def linear_grpo_reference(
     )
 
 
-class _LinearGrpo(torch.autograd.Function):
-    """Forward makes the loss and both gradients; backward multiplies them by what reaches the loss."""
+@torch.library.custom_op("sparkgrpo::linear_grpo", mutates_args=("grad_weight_VD",))
+def _linear_grpo(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_id_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    token_weight_T: torch.Tensor,
+    temperature_T: torch.Tensor | None,
+    old_logprob_T: torch.Tensor | None,
+    ref_logprob_T: torch.Tensor | None,
+    anchor_logprob_T: torch.Tensor | None,
+    cu_seqlens_S1: torch.Tensor | None,
+    active_idx_N: torch.Tensor | None,
+    grad_weight_VD: torch.Tensor | None,
+    temperature: float,
+    num_valid: int | None,
+    want_entropy: bool,
+    chunk_tokens: int | None,
+    design: str,
+    surrogate: str,
+    ratio: str,
+    kl: str,
+    delta: float | None,
+    coefficients: list[float],
+    needs_dhidden: bool,
+    needs_dweight: bool,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+]:  # fmt: skip
+    """The fields of GrpoLoss, then dhidden [T, D] and dweight [V, D] fp32; empty where there is none. No autograd: one
+    opaque node that makes values and gradients, whatever compiles around it. coefficients: eps_low, eps_high, beta and
+    entropy_coef of the objective."""
+    eps_low, eps_high, beta, entropy_coef = coefficients
+    named: dict[str, Any] = {"surrogate": surrogate, "ratio": ratio, "kl": kl}  # checked where they are used
+    objective = GrpoObjective(
+        eps_low=eps_low, eps_high=eps_high, delta=delta, beta=beta, entropy_coef=entropy_coef, **named
+    )
+    call = GrpoCall(
+        target_id_T=target_id_T, advantage_T=advantage_T, token_weight_T=token_weight_T, objective=objective,
+        temperature=temperature if temperature_T is None else temperature_T, num_valid=num_valid,
+        old_logprob_T=old_logprob_T, ref_logprob_T=ref_logprob_T, anchor_logprob_T=anchor_logprob_T,
+        cu_seqlens_S1=cu_seqlens_S1, active_idx_N=active_idx_N, want_entropy=want_entropy, chunk_tokens=chunk_tokens,
+        design=cast(Design, design), grad_weight_VD=grad_weight_VD,
+    )  # fmt: skip
+    T = hidden_TD.shape[0]
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        out, gradients, num_repaired = run_sweeps(call, hidden_TD, weight_VD, (needs_dhidden, needs_dweight))
+    rows = (out.logprob_N, out.entropy_N if want_entropy else None, out.ratio_N, out.kl_N)
+    rows = (out.scatter(x_N, T) for x_N in (*rows, out.clip_side_N, out.rows.is_counted_N))
+    dweight_VD = None if grad_weight_VD is not None else gradients.dweight_VD
+    results = (out.loss_N.sum(dtype=torch.float64).float(), *rows, num_repaired, gradients.dhidden_TD, dweight_VD)
+    return tuple(hidden_TD.new_empty(0) if x is None else x for x in results)  # pyright: ignore[reportReturnType]  ten
+
+
+@_linear_grpo.register_fake
+def _(hidden_TD, weight_VD, *rest):  # noqa: ANN002
+    ref_T, adds_dweight, want_entropy, (needs_dhidden, needs_dweight) = (
+        rest[5],
+        rest[9] is not None,
+        rest[12],
+        rest[-2:],
+    )
+    T, empty = hidden_TD.shape[0], hidden_TD.new_empty
+    has_rows = (True, want_entropy, True, ref_T is not None)
+    rows = [empty(T, dtype=torch.float32) if has else empty(0) for has in has_rows]
+    return (
+        empty((), dtype=torch.float32), *rows, empty(T, dtype=torch.int8), empty(T, dtype=torch.bool),
+        empty((), dtype=torch.int32), empty(hidden_TD.shape) if needs_dhidden else empty(0),
+        empty(weight_VD.shape, dtype=torch.float32) if needs_dweight and not adds_dweight else empty(0),
+    )  # fmt: skip
+
+
+class _AttachGradients(torch.autograd.Function):
+    """The loss, with the gradients that were made beside it as its derivatives."""
 
     @staticmethod
     def forward(
-        ctx, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, call: GrpoCall, is_grad_enabled: bool
-    ) -> tuple[torch.Tensor | None, ...]:
-        T, adds_dweight = hidden_TD.shape[0], call.grad_weight_VD is not None
-        needs_dhidden, needs_dweight = (is_grad_enabled and needs for needs in ctx.needs_input_grad[:2])
-        needs = (needs_dhidden, needs_dweight or (is_grad_enabled and adds_dweight))
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            out, gradients = run_chunks(call, hidden_TD, weight_VD, needs)
-        ctx.set_materialize_grads(False)
-        ctx.adds_dweight, ctx.weight_dtype, ctx.num_rows = adds_dweight, weight_VD.dtype, T
-        dweight_VD = None if adds_dweight else gradients.dweight_VD
-        ctx.save_for_backward(gradients.dhidden_ND, gradients.row_idx_N, dweight_VD)
-        entropy_N = out.entropy_N if call.want_entropy else None
-        rows = [
-            out.scatter(x_N, T)
-            for x_N in (out.logprob_N, entropy_N, out.ratio_N, out.kl_N, out.clip_side_N, out.rows.is_counted_N)
-        ]
-        num_repaired = torch.zeros((), dtype=torch.int32, device=hidden_TD.device)
-        ctx.mark_non_differentiable(*(x for x in (*rows, num_repaired) if x is not None))
-        return out.loss_N.sum(dtype=torch.float64).float(), *rows, num_repaired
+        ctx,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        loss: torch.Tensor,
+        dhidden_TD: torch.Tensor,
+        dweight_VD: torch.Tensor,
+        adds_dweight: bool,
+    ) -> torch.Tensor:
+        ctx.adds_dweight, ctx.weight_dtype = adds_dweight, weight_VD.dtype
+        ctx.save_for_backward(dhidden_TD, dweight_VD)
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_order("linear_grpo")
-        if grad_loss is None:
-            return None, None, None, None
-        dhidden_ND, row_idx_N, dweight_VD = ctx.saved_tensors
+        dhidden_TD, dweight_VD = ctx.saved_tensors
         if ctx.adds_dweight:  # dweight lies in grad_weight_VD already, unscaled: a factor here would be a silent lie
             grad_loss = torch.where(grad_loss == 1.0, 1.0, float("nan"))
         # On the CPU reading the factor is free, and a factor of 1 saves a pass over [V, D] and a copy of it: autograd
         # takes the saved tensor over when nothing else holds it, and copies it when the graph is retained.
-        is_unscaled = grad_loss.device.type == "cpu" and float(grad_loss) == 1.0
-        if not is_unscaled:
-            dhidden_ND = None if dhidden_ND is None else dhidden_ND * grad_loss
-            dweight_VD = None if dweight_VD is None else dweight_VD * grad_loss
-        dhidden_TD = None if dhidden_ND is None else scatter_rows(dhidden_ND, row_idx_N, ctx.num_rows)
-        return dhidden_TD, None if dweight_VD is None else dweight_VD.to(ctx.weight_dtype), None, None
+        is_readable = grad_loss.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (is_readable and float(grad_loss) == 1.0):
+            dhidden_TD, dweight_VD = dhidden_TD * grad_loss, dweight_VD * grad_loss
+        needs_dhidden, needs_dweight = ctx.needs_input_grad[:2]
+        needs_dweight = needs_dweight and not ctx.adds_dweight
+        dweight = dweight_VD.to(ctx.weight_dtype) if needs_dweight else None
+        return dhidden_TD.to(dhidden_TD.dtype) if needs_dhidden else None, dweight, None, None, None, None
+
+
+def _apply(call: GrpoCall, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> GrpoLoss:
+    """Runs the opaque op on a checked call and ties its gradients to the operands."""
+    objective = call.objective
+    adds_dweight, is_grad_enabled = call.grad_weight_VD is not None, torch.is_grad_enabled()
+    needs_dhidden = is_grad_enabled and hidden_TD.requires_grad
+    needs_dweight = is_grad_enabled and (weight_VD.requires_grad or adds_dweight)
+    temperature_T = call.temperature if isinstance(call.temperature, torch.Tensor) else None
+    loss, *rows, num_repaired, dhidden_TD, dweight_VD = _linear_grpo(
+        hidden_TD.detach(), weight_VD.detach(), call.target_id_T, call.advantage_T, call.token_weight_T, temperature_T,
+        call.old_logprob_T, call.ref_logprob_T, call.anchor_logprob_T, call.cu_seqlens_S1, call.active_idx_N,
+        call.grad_weight_VD, float(call.temperature) if temperature_T is None else 1.0, call.num_valid,
+        call.want_entropy, call.chunk_tokens, call.design, objective.surrogate, objective.ratio, objective.kl,
+        objective.delta, [objective.eps_low, objective.eps_high, objective.beta, objective.entropy_coef], needs_dhidden,
+        needs_dweight,
+    )  # fmt: skip
+    if is_grad_enabled and (hidden_TD.requires_grad or weight_VD.requires_grad):
+        loss = _AttachGradients.apply(hidden_TD, weight_VD, loss, dhidden_TD, dweight_VD, adds_dweight)
+    logprob_T, entropy_T, ratio_T, kl_T, clip_side_T, is_active_T = rows
+    return GrpoLoss(
+        loss=loss,
+        logprob_T=logprob_T,
+        entropy_T=entropy_T if call.want_entropy else None,
+        ratio_T=ratio_T,
+        kl_T=None if call.ref_logprob_T is None else kl_T,
+        clip_side_T=clip_side_T,
+        is_active_T=is_active_T,
+        num_repaired=num_repaired,
+    )
 
 
 def linear_grpo(
@@ -195,4 +290,4 @@ def linear_grpo(
         want_entropy=want_entropy, chunk_tokens=chunk_tokens, design=design, grad_weight_VD=grad_weight_VD,
     )  # fmt: skip
     call.check(hidden_TD, weight_VD)
-    return GrpoLoss(*_LinearGrpo.apply(hidden_TD, weight_VD, call, torch.is_grad_enabled()))
+    return _apply(call, hidden_TD, weight_VD)

@@ -4,15 +4,16 @@
     logp = z_y - lse                                         H = -sum_j p_j log p_j  (0 log 0 = 0), nats
     dlogits_j = (1/tau) (g 1[j = y] - p_j (g + h (log p_j + H)))          g = dloss/dlogp, h = dloss/dH
 
-T rows, V vocabulary, y the row's target, tau the temperature. Everything fp32 inside.
+T rows, V vocabulary, y the row's target, tau the temperature. fp32 inside. Triton serves CUDA, torch the CPU.
 Bytes: forward reads the logits once (T V itemsize); backward reads them again and writes their gradient. Flops: about
 5 T V forward. Where the logits come from a linear head, `linear_logprob` does the same without them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from sparkgrpo.kernels import dispatch
 from sparkgrpo.kernels.head_chunks import BLOCK_ELEMENTS, FAR_BELOW, RowStatistics, exponentiate_, finish_exponentials_
 from sparkgrpo.kernels.launch import (
     check_counted_rows,
@@ -63,11 +64,9 @@ def token_logprob_reference(
 
 
 class _Rows(NamedTuple):
-    """The row inputs of one call. target_T is int64 and in range; inverse temperatures are a number or fp32 [T]."""
+    """Row inputs of one call on the CPU. target_T: int64, in range; inverse temperatures: a number or fp32 [T]."""
 
     target_T: torch.Tensor
-    is_bad_T: torch.Tensor | None
-    """CUDA alone: active rows whose target does not exist, which get NaN."""
     inv_temperature: float | torch.Tensor
     num_valid: int
     is_active_T: torch.Tensor | None
@@ -85,11 +84,7 @@ def _prepare_rows(
         if isinstance(temperature, torch.Tensor):
             temperature = torch.where(is_active_T, temperature, 1.0)
     check_counted_rows(target_T, temperature, num_valid)
-    is_bad_T = None
-    if target_T.device.type != "cpu":
-        is_bad_T = (target_T < 0) | (target_T >= num_valid)
-        target_T = torch.where(is_bad_T, 0, target_T)
-    return _Rows(target_T, is_bad_T, 1.0 / temperature, num_valid, is_active_T)
+    return _Rows(target_T, 1.0 / temperature, num_valid, is_active_T)
 
 
 def _exponentials(
@@ -104,8 +99,6 @@ def _exponentials(
     target_C1 = rows.target_T[start:stop, None]
     shift_C = z_CV.amax(1)
     guess_C = z_CV.gather(1, target_C1)[:, 0] - shift_C
-    if rows.is_bad_T is not None:
-        guess_C.masked_fill_(rows.is_bad_T[start:stop], float("nan"))
     # A logit of -inf would make the moment 0 x -inf; that far below the maximum its exponential is 0 just the same.
     z_CV.clamp_(min=(shift_C - FAR_BELOW)[:, None])
     z_CV.scatter_(1, target_C1, (shift_C - FAR_BELOW)[:, None])
@@ -118,48 +111,143 @@ def _row_ranges(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-class _TokenLogprob(torch.autograd.Function):
-    """Forward keeps the logits and five numbers a row; backward makes the exponentials again."""
+def _forward_cpu(
+    logits_TV: torch.Tensor, rows: _Rows, want_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    logprob_T, entropy_T, lse_T = (logits_TV.new_zeros(len(logits_TV), dtype=torch.float32) for _ in range(3))
+    for start, stop in _row_ranges(len(logits_TV), rows.num_valid):
+        _, stats = _exponentials(logits_TV, rows, start, stop, want_entropy)
+        logprob_T[start:stop], lse_T[start:stop] = stats.logprob(), stats.lse()
+        if want_entropy:
+            entropy_T[start:stop] = stats.entropy()
+    if rows.is_active_T is not None:
+        for out_T in (logprob_T, entropy_T, lse_T):
+            out_T.masked_fill_(~rows.is_active_T, 0.0)
+    return logprob_T, entropy_T if want_entropy else None, lse_T
 
-    @staticmethod
-    def forward(ctx, logits_TV: torch.Tensor, rows: _Rows, want_entropy: bool) -> tuple[torch.Tensor | None, ...]:
-        T = logits_TV.shape[0]
-        ctx.rows = rows
-        ctx.set_materialize_grads(False)
-        logprob_T, entropy_T, lse_T = (logits_TV.new_zeros(T, dtype=torch.float32) for _ in range(3))
-        for start, stop in _row_ranges(T, rows.num_valid):
-            _, stats = _exponentials(logits_TV, rows, start, stop, want_entropy)
-            logprob_T[start:stop], lse_T[start:stop] = stats.logprob(), stats.lse()
-            if want_entropy:
-                entropy_T[start:stop] = stats.entropy()
-        if rows.is_active_T is not None:
-            for out_T in (logprob_T, entropy_T, lse_T):
-                out_T.masked_fill_(~rows.is_active_T, 0.0)
-        ctx.save_for_backward(logits_TV)
-        ctx.mark_non_differentiable(lse_T)
-        return logprob_T, entropy_T if want_entropy else None, lse_T
 
-    @staticmethod
-    def backward(ctx, g_T: torch.Tensor | None, h_T: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_order("token_logprob")
-        (logits_TV,) = ctx.saved_tensors
-        rows: _Rows = ctx.rows
-        dlogits_TV = torch.zeros_like(logits_TV, memory_format=torch.contiguous_format)
-        if g_T is None and h_T is None:
-            return dlogits_TV, None, None
-        inv_temperature = rows.inv_temperature
-        for start, stop in _row_ranges(logits_TV.shape[0], rows.num_valid):
-            exp_CV, stats = _exponentials(logits_TV, rows, start, stop, h_T is not None)
-            g_C = torch.zeros_like(stats.rest_C) if g_T is None else g_T[start:stop]
-            h_C = None if h_T is None else h_T[start:stop]
-            finish_exponentials_(exp_CV, rows.target_T[start:stop], stats, g_C, h_C)
-            scale_C = (-1.0 if h_T is not None else -g_C) / stats.total_C
-            scale_C *= inv_temperature[start:stop] if isinstance(inv_temperature, torch.Tensor) else inv_temperature
-            out_CV = dlogits_TV[start:stop, : rows.num_valid]
-            out_CV.copy_(exp_CV.mul_(scale_C[:, None]))
-        if rows.is_active_T is not None:
-            dlogits_TV.masked_fill_(~rows.is_active_T[:, None], 0.0)
-        return dlogits_TV, None, None
+def _backward_cpu(
+    logits_TV: torch.Tensor, rows: _Rows, g_T: torch.Tensor | None, h_T: torch.Tensor | None
+) -> torch.Tensor:
+    """The exponentials are made again: forward keeps nothing of their size."""
+    dlogits_TV = torch.zeros_like(logits_TV, memory_format=torch.contiguous_format)
+    inv_temperature = rows.inv_temperature
+    for start, stop in _row_ranges(len(logits_TV), rows.num_valid):
+        exp_CV, stats = _exponentials(logits_TV, rows, start, stop, h_T is not None)
+        g_C = torch.zeros_like(stats.rest_C) if g_T is None else g_T[start:stop]
+        h_C = None if h_T is None else h_T[start:stop]
+        finish_exponentials_(exp_CV, rows.target_T[start:stop], stats, g_C, h_C)
+        scale_C = (-1.0 if h_T is not None else -g_C) / stats.total_C
+        scale_C *= inv_temperature[start:stop] if isinstance(inv_temperature, torch.Tensor) else inv_temperature
+        out_CV = dlogits_TV[start:stop, : rows.num_valid]
+        out_CV.copy_(exp_CV.mul_(scale_C[:, None]))
+    if rows.is_active_T is not None:
+        dlogits_TV.masked_fill_(~rows.is_active_T[:, None], 0.0)
+    return dlogits_TV
+
+
+_INPUTS = "Tensor logits_TV, Tensor target_id_T, float temperature, Tensor? temperature_T, SymInt num_valid"
+"""temperature_T, where given, stands in place of temperature."""
+
+
+@torch.library.custom_op(
+    "sparkgrpo::token_logprob",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? is_active_T, bool want_entropy) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _token_logprob_op(
+    logits_TV: torch.Tensor,
+    target_id_T: torch.Tensor,
+    temperature: float,
+    temperature_T: torch.Tensor | None,
+    num_valid: int,
+    is_active_T: torch.Tensor | None,
+    want_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logprob, entropy, lse, what the kernels' backward needs): opaque to torch.compile; empty where there is none."""
+    tau = temperature if temperature_T is None else temperature_T
+    if dispatch.runs_triton(logits_TV.device):
+        from sparkgrpo.kernels.token_logprob_kernels import token_logprob_fwd
+
+        logprob_T, entropy_T, lse_T, stats_T4 = token_logprob_fwd(
+            logits_TV,
+            target_id_T,
+            temperature=tau,
+            num_valid=num_valid,
+            is_active_T=is_active_T,
+            want_entropy=want_entropy,
+        )
+    else:
+        rows = _prepare_rows(target_id_T, tau, num_valid, is_active_T)
+        logprob_T, entropy_T, lse_T = _forward_cpu(logits_TV, rows, want_entropy)
+        stats_T4 = lse_T.new_empty(0, 4)
+    return logprob_T, lse_T.new_empty(0) if entropy_T is None else entropy_T, lse_T, stats_T4
+
+
+@_token_logprob_op.register_fake
+def _(logits_TV, target_id_T, temperature, temperature_T, num_valid, is_active_T, want_entropy):
+    T = logits_TV.shape[0]
+    shapes = ((T,), (T if want_entropy else 0,), (T,), (T if dispatch.runs_triton(logits_TV.device) else 0, 4))
+    return tuple(logits_TV.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@torch.library.custom_op(
+    "sparkgrpo::token_logprob_backward",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor? is_active_T, Tensor stats_T4, Tensor? g_T, Tensor? h_T) -> Tensor",
+)
+def _token_logprob_backward_op(
+    logits_TV: torch.Tensor,
+    target_id_T: torch.Tensor,
+    temperature: float,
+    temperature_T: torch.Tensor | None,
+    num_valid: int,
+    is_active_T: torch.Tensor | None,
+    stats_T4: torch.Tensor,
+    g_T: torch.Tensor | None,
+    h_T: torch.Tensor | None,
+) -> torch.Tensor:
+    tau = temperature if temperature_T is None else temperature_T
+    if not dispatch.runs_triton(logits_TV.device):
+        return _backward_cpu(logits_TV, _prepare_rows(target_id_T, tau, num_valid, is_active_T), g_T, h_T)
+    from sparkgrpo.kernels.token_logprob_kernels import token_logprob_bwd
+
+    return token_logprob_bwd(
+        logits_TV,
+        target_id_T,
+        stats_T4,
+        g_T,
+        h_T,
+        temperature=tau,
+        num_valid=num_valid,
+        is_active_T=is_active_T,
+    )
+
+
+@_token_logprob_backward_op.register_fake
+def _(logits_TV, target_id_T, temperature, temperature_T, num_valid, is_active_T, stats_T4, g_T, h_T):
+    return torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
+    logits_TV, target_id_T, temperature, temperature_T, num_valid, is_active_T, _ = inputs
+    _, _, lse_T, stats_T4 = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse_T, stats_T4)
+    ctx.temperature, ctx.num_valid = temperature, num_valid
+    ctx.save_for_backward(logits_TV, target_id_T, temperature_T, is_active_T, stats_T4)
+
+
+def _backward(ctx: Any, g_T: torch.Tensor | None, h_T: torch.Tensor | None, *_: None) -> tuple[Any, ...]:  # noqa: ANN401
+    refuse_second_order("token_logprob")
+    logits_TV, target_id_T, temperature_T, is_active_T, stats_T4 = ctx.saved_tensors
+    dlogits_TV = _token_logprob_backward_op(
+        logits_TV, target_id_T, ctx.temperature, temperature_T, ctx.num_valid, is_active_T, stats_T4, g_T, h_T
+    )
+    return dlogits_TV, *(None,) * 6
+
+
+_token_logprob_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def token_logprob(
@@ -194,5 +282,9 @@ def token_logprob(
     check_row_input("target_id_T", target_id_T, T, logits_TV.device, (torch.int32, torch.int64))
     check_row_input("is_active_T", is_active_T, T, logits_TV.device, (torch.bool,), is_optional=True)
     check_temperature(temperature, T, logits_TV.device)
-    rows = _prepare_rows(target_id_T, temperature, num_valid, is_active_T)
-    return TokenLogprob(*_TokenLogprob.apply(logits_TV, rows, want_entropy))
+    is_tensor = isinstance(temperature, torch.Tensor)
+    tau, tau_T = (1.0, temperature) if is_tensor else (float(temperature), None)
+    logprob_T, entropy_T, lse_T, _ = _token_logprob_op(
+        logits_TV, target_id_T, tau, tau_T, num_valid, is_active_T, want_entropy
+    )
+    return TokenLogprob(logprob_T, entropy_T if want_entropy else None, lse_T)

@@ -8,9 +8,11 @@ time and not memory. The rows that decode together take what is left.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sparkgrpo.kernels.head_plan import plan_linear_grpo
 from sparkgrpo.profiling.memory import usable_bytes
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
+from sparkgrpo.trainer.objectives import objective_of
 
 MAX_ACTIVATION_BYTES = 5 << 29
 """Activations of an automatic micro-batch. With 1 GiB a 135M model took 1.2 times as long: prompts were repeated."""
@@ -18,8 +20,6 @@ FRAC_ACTIVATIONS = 0.25
 MIN_MICRO_BATCH_TOKENS = 256
 MAX_MICRO_BATCH_TOKENS = 1 << 13
 """A model of 1M weights took 1.15 times as long with twice as many: its activations no longer fit the caches."""
-HEAD_BYTES = 3 << 26
-"""Chunk of logits and its buffers in `linear_grpo`."""
 HOST_BYTES_PER_TOKEN = 64
 """Of a sampled token: tensors of ids, log-probs and targets, the id as a Python integer, and its text."""
 UNKNOWN_BYTES = 1 << 62
@@ -64,7 +64,7 @@ def plan_training(
         # an fp32 model is its own master
         "gradients, moments and masters": num_params * (12 if model.dtype.itemsize == 4 else 16),
         "reference (beta above 0)": num_params * model.dtype.itemsize if config.beta > 0 else 0,
-        "head": HEAD_BYTES + 4 * num_valid * model.config.width,
+        "head": head_bytes(config, model, num_valid, config.tokens_per_micro_batch or MAX_MICRO_BATCH_TOKENS),
         "completions of a batch": batch_bytes(config),
     }
     token_bytes = activation_bytes_per_token(model.config, model.dtype.itemsize)
@@ -101,6 +101,21 @@ def activation_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
     heads = (2 * config.num_heads + 4 * config.num_kv_heads) * config.head_width
     saved = 6 * config.width + 3 * heads + 5 * config.ffn_width
     return itemsize * config.num_layers * saved + 4 * 8 * config.width
+
+
+def head_bytes(config: Config, model: Decoder, num_valid: int, num_rows: int) -> int:
+    """What `linear_grpo` takes for this many completion tokens: a chunk of logits, its rows, both gradients."""
+    plan = plan_linear_grpo(
+        num_rows,
+        num_valid,
+        model.config.width,
+        objective=objective_of(config),
+        dtype=model.dtype,
+        device=model.device,
+        needs_dweight=model.head_VD.requires_grad,
+        longest_sequence=config.max_new_tokens,
+    )
+    return plan.num_bytes
 
 
 def row_bytes_while_decoding(model: Decoder, num_tokens: int, num_valid: int) -> int:

@@ -117,9 +117,16 @@ class Updater:
             ref_logprob_T=ref_logprob_R,
             anchor_logprob_T=micro.rollout_logprob_R,
             cu_seqlens_S1=micro.cu_seqlens_S1,
+            active_idx_N=self._all_rows(micro),
+            grad_weight_VD=self.optim.gradient_sum(self.model.head_VD),
         )
         loss.loss.backward()
         return loss
+
+    @staticmethod
+    def _all_rows(micro: MicroBatch) -> torch.Tensor:
+        """A micro-batch holds rows with a gradient alone; said beforehand, nobody waits for a device to find out."""
+        return torch.arange(len(micro.target_R), dtype=torch.int32, device=micro.target_R.device)
 
 
 class TokenStats:

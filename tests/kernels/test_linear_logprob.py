@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkgrpo.kernels.linear_logprob import linear_logprob, linear_logprob_reference
 from sparkgrpo.kernels.token_logprob import TokenLogprob
@@ -81,6 +80,7 @@ def assert_equals_reference(
         assert not any(x[~is_active_T].any() for x in got if x is not None)
 
 
+@pytest.mark.usefixtures("producer")
 @pytest.mark.parametrize(("T", "V"), list(itertools.product((0, 1, 37), (1, 127, 128, 129, 301))))
 def test_odd_shapes(T: int, V: int) -> None:
     assert_equals_reference(*make_head(T, V, seed=T + V))
@@ -100,11 +100,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_every_argument(call: dict[str, Any]) -> None:
+def test_every_argument(call: dict[str, Any], is_triton: bool) -> None:
+    if is_triton and "chunk_tokens" in call:
+        call = call | {"chunk_tokens": max(9, call["chunk_tokens"])}  # the interpreter takes its time
     hidden_TD, weight_VD, target_T = make_head(37, 301, seed=1)
     assert_equals_reference(hidden_TD, weight_VD, target_T.clamp(max=289), **call)
 
 
+@pytest.mark.usefixtures("producer")
 def test_all_arguments_at_once() -> None:
     hidden_TD, weight_VD, target_T = make_head(37, 301, seed=2)
     call: dict[str, Any] = CALLS["row temperature"] | CALLS["active rows"] | CALLS["num_valid"]
@@ -112,20 +115,27 @@ def test_all_arguments_at_once() -> None:
     assert_equals_reference(hidden_TD, weight_VD, target_T.int(), **call)
 
 
-def test_bf16_operands() -> None:
-    """Exact inputs, fp32 products: values as in fp32, gradients rounded once to bf16 (2^-9 at most)."""
-    assert_equals_reference(*make_head(37, 9001, dtype=torch.bfloat16, seed=3), gradient_bound=2.0**-8, temperature=0.8)
+def test_bf16_operands(is_triton: bool) -> None:
+    """Exact inputs, fp32 products: values as in fp32; on a CPU gradients are rounded once to bf16 (2^-9 at most), on a
+    GPU E too (4e-3, and 8e-3 where the interpreter truncates it)."""
+    V, bound = (601, 8e-3) if is_triton else (9001, 2.0**-8)
+    assert_equals_reference(*make_head(37, V, dtype=torch.bfloat16, seed=3), gradient_bound=bound, temperature=0.8)
 
 
-def test_forward_does_not_depend_on_the_batch() -> None:
-    """A row's numbers are the same bits alone, among others, and at any chunk (on the CPU by padding to 16 rows)."""
+def test_forward_does_not_depend_on_the_batch(is_triton: bool) -> None:
+    """A row's numbers are the same bits alone, among others, and at any chunk (on the CPU by padding to 16 rows). The
+    interpreter's products are NumPy's, whose sums depend on a row's place: there operands are such that sums are exact.
+    """
     hidden_TD, weight_VD, target_T = make_head(150, 1203, D=64, seed=4)
+    if is_triton:
+        hidden_TD, weight_VD = hidden_TD.mul(8).round() / 8, weight_VD.mul(32).round() / 32
     whole = linear_logprob(hidden_TD, weight_VD, target_T)
     for rows, chunk_tokens in ((slice(0, 1), None), (slice(40, 43), None), (slice(0, 150), 16), (slice(7, 120), 50)):
         part = linear_logprob(hidden_TD[rows], weight_VD, target_T[rows], chunk_tokens=chunk_tokens)
         assert all(torch.equal(a[rows], b) for a, b in zip(whole, part, strict=True) if a is not None and b is not None)
 
 
+@pytest.mark.usefixtures("producer")
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_frozen_operands(needs: tuple[bool, bool]) -> None:
     hidden_TD, weight_VD, target_T = make_head(37, 301, seed=5)
@@ -141,25 +151,18 @@ def test_frozen_operands(needs: tuple[bool, bool]) -> None:
         assert x.grad is None or torch.equal(x.grad, grad)
 
 
-def test_no_tensor_of_rows_times_vocabulary() -> None:
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            tensors = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, torch.Tensor)]
-            self.numel = max([self.numel, *(x.numel() for x in tensors)])
-            return out
-
+@pytest.mark.usefixtures("producer")
+def test_no_tensor_of_rows_times_vocabulary(op_watch: Any) -> None:
     hidden_TD, weight_VD, target_T = make_head(400, 211, D=16)
     weight_VD.requires_grad_()
-    with Largest() as largest:
+    with op_watch:
         out = linear_logprob(hidden_TD.requires_grad_(), weight_VD, target_T, chunk_tokens=20)
         assert out.entropy_T is not None
         (out.logprob_T + out.entropy_T).sum().backward()
-    assert largest.numel == 400 * 16
+    assert op_watch.largest == 400 * 16
 
 
+@pytest.mark.usefixtures("producer")
 def test_inactive_rows_are_not_read() -> None:
     hidden_TD, weight_VD, target_T = make_head(37, 301, seed=6)
     is_active_T = torch.arange(37) % 2 == 0
@@ -169,6 +172,7 @@ def test_inactive_rows_are_not_read() -> None:
     assert same_bits(got, want)
 
 
+@pytest.mark.usefixtures("producer")
 def test_strided_gradient_and_hidden() -> None:
     hidden_TD, weight_VD, target_T = make_head(38, 50)
     big = torch.zeros(38, 60)
@@ -181,6 +185,7 @@ def test_strided_gradient_and_hidden() -> None:
     assert torch.equal(got, want) and not got[:, :5].any() and not got[:, 53:].any() and got[:, 5:53].any()
 
 
+@pytest.mark.usefixtures("producer")
 def test_autocast_changes_nothing() -> None:
     head = make_head(37, 301, seed=7)
     want = run(linear_logprob, *head)
@@ -191,6 +196,7 @@ def test_autocast_changes_nothing() -> None:
     torch.testing.assert_close(twin.logprob_T, want[0].logprob_T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("producer")
 def test_backward_repeats_and_refuses_second_order() -> None:
     hidden_TD, weight_VD, target_T = make_head(37, 301, seed=8)
     total = linear_logprob(hidden_TD.requires_grad_(), weight_VD, target_T).logprob_T.sum()

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.trainer.batching import TrainBatch
@@ -55,38 +53,22 @@ def loop_of(
     )  # fmt: skip
 
 
-class Largest(TorchDispatchMode):
-    """Keeps the size of the largest tensor that any operation returns, autograd's included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements, self.operation, self.num_backward = 0, "", 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.num_backward += "backward" in str(func)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.numel() > self.num_elements:
-                self.num_elements, self.operation = leaf.numel(), str(func)
-        return out
-
-
-def test_no_tensor_holds_all_logits(make_decoder: Callable[..., Decoder]) -> None:
+def test_no_tensor_holds_all_logits(make_decoder: Callable[..., Decoder], op_watch: Any) -> None:
     """S x L x V elements: 16 completions x 64 tokens x 20,000 words. Rollout, reference, old policy, loss, backward."""
     S, L, V = 16, 64, 20_000
     loop = loop_of(
         make_decoder(vocab_size=V, scale=1.0, num_layers=1, width=16), Echo(EchoOptions(num_tokens=4)), num_valid=V,
         prompts_per_step=4, group_size=4, max_new_tokens=L, inner_epochs=2,
     )  # fmt: skip
-    with Largest() as largest:
+    with op_watch:
         loop.clock.start_step()
         metrics = loop.step(1).metrics
     assert metrics["num_tokens"] == S * L and metrics["num_updates"] == 2 and metrics["frac_tokens_trained"] == 1.0
-    assert largest.num_backward > 0, "the backward pass must be seen"
-    assert S * V <= largest.num_elements < S * L * V, largest.operation
-    with Largest() as largest:
+    assert any("backward" in name for name, _ in op_watch.calls), "the backward pass must be seen"
+    assert S * V <= op_watch.largest < S * L * V, op_watch.largest_from
+    with op_watch:
         torch.add(torch.zeros(S, L, 1), torch.zeros(V))  # what would be found
-    assert largest.num_elements == S * L * V
+    assert op_watch.largest == S * L * V
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])

@@ -201,3 +201,26 @@ def test_padding_rows_of_the_head_get_no_gradient(
     _, (gradient,) = run_update(model, make_batch(), preset("grpo", entropy_coef=0.1))
     assert gradient["lm_head.weight"][NUM_VALID:].count_nonzero() == 0
     assert gradient["lm_head.weight"][:NUM_VALID].abs().amax(1).min() > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_gpu_kernels_give_the_same_gradient(
+    family: str, name: str, make_decoder: Make, make_batch: Make, preset: Make, run_update: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Norms, rotation, gated MLP, head and loss by the Triton kernels, in their interpreter; and KL exactly 0 there."""
+    pytest.importorskip("triton", reason="Triton comes with Linux only")
+    from sparkgrpo.kernels.triton_launch import is_interpreted
+
+    if not is_interpreted():
+        pytest.skip("Triton's interpreter is off where a GPU is: the tests marked gpu run there")
+    config, shape = preset(name, beta=0.1), {"family": family, "qk_norm": family == "qwen3"}
+    metrics, gradients = run_update(make_decoder(**shape), make_batch(), config)
+    monkeypatch.setattr("sparkgrpo.kernels.dispatch.runs_triton", lambda device: True)
+    by_triton, triton_gradients = run_update(make_decoder(**shape), make_batch(), config)
+    assert by_triton["loss"] == pytest.approx(metrics["loss"], rel=1e-5, abs=1e-6)
+    assert by_triton["entropy_mean"] == pytest.approx(metrics["entropy_mean"], rel=1e-5)
+    assert by_triton["kl_mean"] == 0.0 and by_triton["ratio_max"] == 1.0
+    assert_same_gradient(triton_gradients[0], gradients[0], relative=1e-5)

@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparkgrpo.kernels.rms_norm import rms_norm
+from sparkgrpo.kernels.rotary import rotary
+from sparkgrpo.kernels.swiglu import swiglu
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -145,18 +149,6 @@ def rope_table(config: DecoderConfig, position_T: torch.Tensor) -> tuple[torch.T
     return angle_TE.cos(), angle_TE.sin()
 
 
-def rotate(x_THE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: channel i turns with channel i + E/2; angles in float32 or wider, result in x's dtype."""
-    first, second = x_THE.chunk(2, dim=-1)
-    cos, sin = cos.to(x_THE.dtype), sin.to(x_THE.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis; torch computes the mean square of bf16 input in float32."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
 def decoder_layer(
     layer: DecoderLayer,
     config: DecoderConfig,
@@ -167,21 +159,21 @@ def decoder_layer(
 ) -> torch.Tensor:
     """One pre-norm block on packed tokens: hidden [T, D] -> hidden [T, D]."""
     H, K, E = config.num_heads, config.num_kv_heads, config.head_width
-    normed_TD = rms_norm(hidden_TD, layer.attn_norm_D, config.rms_eps)
+    normed_TD, hidden_TD = rms_norm(hidden_TD, layer.attn_norm_D, eps=config.rms_eps)
     qkv = F.linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
     q_THE, k_TKE, v_TKE = qkv.split((H, K, K), dim=1)
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
-        q_THE = rms_norm(q_THE, layer.q_norm_E, config.rms_eps)
-        k_TKE = rms_norm(k_TKE, layer.k_norm_E, config.rms_eps)
+        q_THE = rms_norm(q_THE, layer.q_norm_E, eps=config.rms_eps).y_TD
+        k_TKE = rms_norm(k_TKE, layer.k_norm_E, eps=config.rms_eps).y_TD
         qk = torch.cat((q_THE, k_TKE), dim=1)
     else:
         qk = qkv[:, : H + K]
-    q_THE, k_TKE = rotate(qk, *rope).split((H, K), dim=1)
+    q_THE, k_TKE = rotary(qk, *rope).split((H, K), dim=1)
     out_THE = attend(layer_idx, q_THE, k_TKE, v_TKE)
-    hidden_TD = hidden_TD + F.linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
-    normed_TD = rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_eps)
-    gate_TF, up_TF = F.linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias).chunk(2, dim=-1)
-    return hidden_TD + F.linear(F.silu(gate_TF) * up_TF, layer.down_weight, layer.down_bias)
+    out_TD = F.linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
+    normed_TD, hidden_TD = rms_norm(out_TD, layer.mlp_norm_D, eps=config.rms_eps, residual_TD=hidden_TD)
+    gate_up_T2F = F.linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias)
+    return hidden_TD + F.linear(swiglu(gate_up_T2F), layer.down_weight, layer.down_bias)
 
 
 def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -199,4 +191,4 @@ def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tens
     rope = rope_table(config, position_T)
     for layer_idx, layer in enumerate(model.layers):
         hidden_TD = decoder_layer(layer, config, layer_idx, hidden_TD, rope, attend)
-    return rms_norm(hidden_TD, model.final_norm_D, config.rms_eps)
+    return rms_norm(hidden_TD, model.final_norm_D, eps=config.rms_eps).y_TD

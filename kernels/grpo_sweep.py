@@ -1,21 +1,26 @@
-"""`linear_grpo` in torch ops alone: the CPU's implementation, and CUDA's until its kernels serve the call.
+"""`linear_grpo` as sweeps over the vocabulary: which rows, which design, and the two schedules.
 
-Single pass (design `chunked`): a chunk's exponentials give its statistics, its loss and, while they still exist, its
-gradient products; three products. Two passes (`recompute`): under the sequence ratio a sequence longer than the chunk
-has its derivative after all its rows alone; a second sweep makes the gradients of the rows with one; four products.
+Single pass (designs `anchored` and `chunked`): a chunk's exponentials give its statistics, its loss and, while they
+still exist, its gradient products; three products. Two passes (`recompute`): a sweep for statistics, the loss of all
+rows, and a second sweep that makes the gradients; four products, and no chunk is stored in the first. It serves a
+sequence with one ratio that is longer than the chunk, whose derivative is known after all its rows alone.
 
 T rows given, N rows computed, C rows a chunk, S sequences, V vocabulary, D width. Bytes and flops: linear_grpo.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from sparkgrpo.kernels import dispatch
 from sparkgrpo.kernels.active_rows import check_active_idx, check_cu_seqlens, find_active_rows, sequence_lengths
 from sparkgrpo.kernels.grpo_row_loss import GrpoObjective, RowInputs, RowLoss, grpo_row_loss
-from sparkgrpo.kernels.head_chunks import HeadSweep, RowStatistics, open_sweep, scatter_rows, take_rows
+from sparkgrpo.kernels.head_chunks import HeadSweep, KnownRows, scatter_rows, take_rows
+from sparkgrpo.kernels.head_plan import Design, plan_linear_grpo
+from sparkgrpo.kernels.head_sweep import Statistics, Sweep, open_head_sweep
 from sparkgrpo.kernels.launch import (
     check_choice,
     check_chunk_tokens,
@@ -26,7 +31,6 @@ from sparkgrpo.kernels.launch import (
     check_temperature,
 )
 
-Design = Literal["auto", "anchored", "chunked", "recompute"]
 Lengths = tuple[int, ...]
 """Computed rows of consecutive sequences, none of them 0."""
 
@@ -52,7 +56,7 @@ class GrpoCall:
     grad_weight_VD: torch.Tensor | None
 
     def check(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> None:
-        """Raises ValueError for operands and arguments that do not fit each other."""
+        """Raises ValueError for operands and arguments that do not fit each other; reads no value of a tensor."""
         check_head(hidden_TD, weight_VD)
         T, device = hidden_TD.shape[0], hidden_TD.device
         check_num_valid(self.num_valid, weight_VD.shape[0])
@@ -61,13 +65,16 @@ class GrpoCall:
             check_row_input(name, getattr(self, name), T, device, is_optional=name.endswith("logprob_T"))
         check_temperature(self.temperature, T, device)
         check_chunk_tokens(self.chunk_tokens)
-        check_cu_seqlens(self.cu_seqlens_S1, T)
-        check_active_idx(self.active_idx_N, T, device)
-        self._check_options()
+        self._check_options(hidden_TD)
         if self.grad_weight_VD is not None:
             _check_grad_weight(self.grad_weight_VD, weight_VD)
 
-    def _check_options(self) -> None:
+    def check_values(self, num_rows: int, device: torch.device) -> None:
+        """Raises ValueError for bounds of sequences and row numbers that are none."""
+        check_cu_seqlens(self.cu_seqlens_S1, num_rows)
+        check_active_idx(self.active_idx_N, num_rows, device)
+
+    def _check_options(self, hidden_TD: torch.Tensor) -> None:
         if not isinstance(self.objective, GrpoObjective):
             raise ValueError(f"objective must be a GrpoObjective, got {type(self.objective).__name__}")
         if self.objective.beta > 0 and self.ref_logprob_T is None:
@@ -77,9 +84,10 @@ class GrpoCall:
         if self.objective.ratio == "sequence" and self.cu_seqlens_S1 is None:
             raise ValueError("ratio 'sequence' needs cu_seqlens_S1, the sequences' bounds, got None")
         check_choice("design", self.design, ("auto", "anchored", "chunked", "recompute"))
-        if self.design == "anchored":
+        if self.design == "anchored" and not dispatch.runs_triton(hidden_TD.device):
             raise ValueError(
-                "design 'anchored' has no implementation in torch ops, which serve this call; use design 'auto'"
+                f"design 'anchored' is made of Triton tiles, which serve CUDA, got tensors on {hidden_TD.device}; use"
+                " design 'auto'"
             )
 
 
@@ -132,7 +140,7 @@ class RowOutputs:
         self.entropy_N = zeros() if call.want_entropy or call.objective.entropy_coef else None
         self.kl_N = None if call.ref_logprob_T is None else zeros()
 
-    def write_statistics(self, start: int, stop: int, stats: RowStatistics) -> None:
+    def write_statistics(self, start: int, stop: int, stats: Statistics) -> None:
         """Keeps log-prob and entropy of rows [start, stop)."""
         self.logprob_N[start:stop] = stats.logprob()
         if self.entropy_N is not None:
@@ -143,7 +151,7 @@ class RowOutputs:
         lengths_S = None if seq_len_S is None else torch.tensor(seq_len_S).to(self.loss_N.device, non_blocking=True)
         inputs = self.rows.inputs.chunk(start, stop, lengths_S)
         entropy_C = None if self.entropy_N is None else self.entropy_N[start:stop]
-        loss = grpo_row_loss(self.objective, self.logprob_N[start:stop], entropy_C, inputs)
+        loss = _row_loss(inputs)(self.objective, self.logprob_N[start:stop], entropy_C, inputs)
         self.loss_N[start:stop], self.ratio_N[start:stop] = loss.loss_C, loss.ratio_C
         self.clip_side_N[start:stop] = loss.clip_side_C
         if self.kl_N is not None and loss.kl_C is not None:
@@ -157,39 +165,50 @@ class RowOutputs:
         return scatter_rows(values_N.masked_fill(~self.rows.is_counted_N, 0), self.rows.row_idx_N, num_rows)
 
 
+def _row_loss(inputs: RowInputs) -> Callable[..., RowLoss]:
+    """The objective for these rows: one kernel where each has its own ratio and Triton serves, else its twin."""
+    if inputs.seq_len_S is None and dispatch.runs_triton(inputs.weight_C.device):
+        from sparkgrpo.kernels.grpo_row_kernels import grpo_row_loss_fused
+
+        return grpo_row_loss_fused
+    return grpo_row_loss
+
+
 class Gradients:
-    """dhidden [N, D] in the operands' dtype, and dweight [V, D] fp32 (the caller's, when grad_weight_VD is given)."""
+    """dhidden [T, D] in the operands' dtype, and dweight [V, D] fp32 (the caller's, when grad_weight_VD is given).
+
+    dweight starts uninitialised: the first chunk writes the rows that exist, `close` zeroes what nothing wrote.
+    """
 
     def __init__(
         self, call: GrpoCall, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, needs: tuple[bool, bool]
     ) -> None:
-        self.hidden_TD = hidden_TD
-        self.needs_dhidden, needs_dweight = needs
-        self.dhidden_ND: torch.Tensor | None = None
-        self.row_idx_N: torch.Tensor | None = None
-        """int64, the rows of dhidden; None is all."""
+        needs_dhidden, needs_dweight = needs
+        self.dhidden_TD = torch.zeros_like(hidden_TD, memory_format=torch.contiguous_format) if needs_dhidden else None
         self.dweight_VD = call.grad_weight_VD if needs_dweight else None
         self.is_unwritten = needs_dweight and call.grad_weight_VD is None
+        self.num_valid = weight_VD.shape[0] if call.num_valid is None else call.num_valid
         if self.is_unwritten:
             self.dweight_VD = torch.empty_like(weight_VD, dtype=torch.float32, memory_format=torch.contiguous_format)
-        self.is_needed = self.needs_dhidden or needs_dweight
+            self.dweight_VD[self.num_valid :] = 0.0
+        self.is_needed = needs_dhidden or needs_dweight
 
-    def open(self, sweep: HeadSweep) -> None:
-        """Makes room for the rows of the sweep that computes the gradients."""
-        self.row_idx_N = sweep.row_idx_N
-        if self.needs_dhidden:
-            self.dhidden_ND = self.hidden_TD.new_empty(sweep.num_rows, self.hidden_TD.shape[1])
-        if self.dweight_VD is not None and self.is_unwritten:  # the first chunk writes the rows that exist
-            self.dweight_VD[sweep.weight_VD.shape[0] if sweep.num_rows else 0 :] = 0.0
-            self.is_unwritten = sweep.num_rows > 0
-
-    def add(
-        self, sweep: HeadSweep, chunk: slice, stats: RowStatistics, g_C: torch.Tensor, h_C: torch.Tensor | None
-    ) -> None:
-        """The gradient products of the chunk that the sweep holds."""
-        dhidden_CD = None if self.dhidden_ND is None else self.dhidden_ND[chunk]
-        sweep.gradients(chunk, stats, g_C, h_C, dhidden_CD, self.dweight_VD, is_first=self.is_unwritten)
+    @contextmanager
+    def chunk(self, sweep: Sweep, rows: slice) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
+        """Where a chunk's gradients go: dhidden of its rows, dweight, and whether dweight holds nothing yet."""
+        picked_C = None if sweep.row_idx_N is None else sweep.row_idx_N[rows]
+        if self.dhidden_TD is None or picked_C is None:
+            yield None if self.dhidden_TD is None else self.dhidden_TD[rows], self.dweight_VD, self.is_unwritten
+        else:
+            dhidden_CD = self.dhidden_TD.new_empty(rows.stop - rows.start, self.dhidden_TD.shape[1])
+            yield dhidden_CD, self.dweight_VD, self.is_unwritten
+            self.dhidden_TD.index_copy_(0, picked_C, dhidden_CD)
         self.is_unwritten = False
+
+    def close(self) -> None:
+        """No chunk comes any more."""
+        if self.is_unwritten and self.dweight_VD is not None:
+            self.dweight_VD[: self.num_valid] = 0.0
 
 
 def _sequence_chunks(seq_len_S: Lengths, max_rows: int) -> Iterator[tuple[int, int, Lengths]]:
@@ -206,62 +225,74 @@ def _sequence_chunks(seq_len_S: Lengths, max_rows: int) -> Iterator[tuple[int, i
         yield start, stop, tuple(inside)
 
 
-def _single_pass(sweep: HeadSweep, outputs: RowOutputs, gradients: Gradients) -> None:
-    gradients.open(sweep)
+def _single_pass(sweep: Sweep, outputs: RowOutputs, gradients: Gradients) -> None:
     if outputs.rows.seq_len_S is None:
         chunks = ((start, stop, None) for start, stop in sweep.chunks())
     else:
         chunks = _sequence_chunks(outputs.rows.seq_len_S, sweep.max_rows)
+    sweep_rows = sweep.exponentials if gradients.is_needed else sweep.statistics
     for start, stop, seq_len_S in chunks:
-        stats = sweep.exponentials(start, stop, outputs.entropy_N is not None)
+        stats = sweep_rows(start, stop, outputs.entropy_N is not None)
         outputs.write_statistics(start, stop, stats)
         loss = outputs.row_loss(start, stop, seq_len_S)
         if gradients.is_needed:
-            gradients.add(sweep, slice(start, stop), stats, loss.g_C, loss.h_C)
+            rows = slice(start, stop)
+            with gradients.chunk(sweep, rows) as (dhidden_CD, dweight_VD, is_first):
+                sweep.gradients(rows, stats, loss.g_C, loss.h_C, dhidden_CD, dweight_VD, is_first=is_first)
 
 
-def _two_passes(sweep: HeadSweep, outputs: RowOutputs, gradients: Gradients) -> None:
+def _two_passes(sweep: Sweep, outputs: RowOutputs, gradients: Gradients) -> None:
+    lse_N, rest_frac_N = outputs.logprob_N.new_empty(2, sweep.num_rows).unbind(0)
     for start, stop in sweep.chunks():
-        outputs.write_statistics(start, stop, sweep.exponentials(start, stop, outputs.entropy_N is not None))
+        stats = sweep.statistics(start, stop, outputs.entropy_N is not None)
+        outputs.write_statistics(start, stop, stats)
+        lse_N[start:stop] = stats.lse()
+        torch.div(stats.rest_C, stats.total_C, out=rest_frac_N[start:stop])
+    if sweep.num_rows == 0:
+        return
     loss = outputs.row_loss(0, sweep.num_rows, outputs.rows.seq_len_S)
     if not gradients.is_needed:
         return
-    g_N, h_N = loss.g_C, loss.h_C
-    if h_N is None and g_N.device.type == "cpu":  # on CUDA the number of rows would be a sync
+    g_N, h_N, known = loss.g_C, loss.h_C, KnownRows(outputs.logprob_N, outputs.entropy_N, lse_N, rest_frac_N)
+    if h_N is None and isinstance(sweep, HeadSweep):  # on CUDA the number of rows would be a sync
         kept_K = (g_N != 0).nonzero()[:, 0]
-        sweep, g_N = sweep.of_rows(kept_K), g_N[kept_K]
-    gradients.open(sweep)
+        sweep, g_N, known = sweep.of_rows(kept_K), g_N[kept_K], known.rows(kept_K)
     for start, stop in sweep.chunks():
-        stats = sweep.exponentials(start, stop, h_N is not None)
-        gradients.add(sweep, slice(start, stop), stats, g_N[start:stop], None if h_N is None else h_N[start:stop])
+        rows = slice(start, stop)
+        h_C = None if h_N is None else h_N[rows]
+        with gradients.chunk(sweep, rows) as (dhidden_CD, dweight_VD, is_first):
+            sweep.known_gradients(rows, known.rows(rows), g_N[rows], h_C, dhidden_CD, dweight_VD, is_first=is_first)
 
 
-def run_chunks(
+def run_sweeps(
     call: GrpoCall, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, needs: tuple[bool, bool]
-) -> tuple[RowOutputs, Gradients]:
-    """Loss, row outputs and gradients of a checked call; needs: (dhidden, dweight) are wanted.
+) -> tuple[RowOutputs, Gradients, torch.Tensor]:
+    """Loss, row outputs, gradients and the number of repaired rows; needs: (dhidden, dweight) are wanted.
 
-    Raises ValueError on the CPU for a counted target that does not exist, and for design "chunked" where a sequence
-    with one ratio is longer than the chunk.
+    Raises ValueError on the CPU for a counted target that does not exist, and for a forced design "anchored" or
+    "chunked" where a sequence with one ratio is longer than the chunk.
     """
+    (T, D), device = hidden_TD.shape, hidden_TD.device
+    call.check_values(T, device)
     rows = ComputedRows.of(call)
-    sweep = open_sweep(
+    plan = plan_linear_grpo(
+        rows.is_counted_N.numel(), weight_VD.shape[0], D, objective=call.objective, dtype=hidden_TD.dtype,
+        device=device, needs_dweight=needs[1], design=call.design, chunk_tokens=call.chunk_tokens,
+        longest_sequence=max(rows.seq_len_S or (0,)),
+    )  # fmt: skip
+    sweep = open_head_sweep(
         hidden_TD,
         weight_VD,
         call.target_id_T,
         temperature=call.temperature,
-        num_valid=call.num_valid,
+        num_valid=weight_VD.shape[0] if call.num_valid is None else call.num_valid,
         row_idx_N=rows.row_idx_N,
-        is_counted_N=rows.is_counted_N,
-        chunk_tokens=call.chunk_tokens,
+        is_counted_N=rows.is_counted_N if call.active_idx_N is not None else None,
+        anchor_logprob_T=call.anchor_logprob_T,
+        chunk_tokens=plan.chunk_tokens,
+        makes_tiles=plan.design != "chunked",
     )
-    longest = max(rows.seq_len_S or (0,))
-    if call.design == "chunked" and longest > sweep.max_rows:
-        raise ValueError(
-            f"design 'chunked' under ratio 'sequence' needs whole sequences in a chunk: the longest has {longest} rows,"
-            f" the chunk {sweep.max_rows}; raise chunk_tokens, or use design 'auto'"
-        )
     outputs, gradients = RowOutputs(call, rows), Gradients(call, hidden_TD, weight_VD, needs)
-    is_recomputing = call.design == "recompute" or longest > sweep.max_rows
-    (_two_passes if is_recomputing else _single_pass)(sweep, outputs, gradients)
-    return outputs, gradients
+    (_two_passes if plan.design == "recompute" else _single_pass)(sweep, outputs, gradients)
+    gradients.close()
+    return outputs, gradients, sweep.num_repaired
