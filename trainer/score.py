@@ -8,14 +8,14 @@ import torch
 from sparkgrpo.kernels.linear_logprob import linear_logprob
 from sparkgrpo.kernels.prefix_attention import prefix_attention
 from sparkgrpo.trainer.batching import MicroBatch
-from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+from sparkgrpo.trainer.model.decoder import Decoder, Rope, decoder_hidden, rotated
 
 
 def head_hidden(model: Decoder, micro: MicroBatch) -> torch.Tensor:
     """Hidden states [R, D] of the rows that predict a completion token; differentiable."""
 
-    def attend(layer_idx: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor) -> torch.Tensor:
-        return prefix_attention(q_THE, k_TKE, v_TKE, micro.layout)
+    def attend(layer_idx: int, qk_TJE: torch.Tensor, v_TKE: torch.Tensor, rope: Rope) -> torch.Tensor:
+        return prefix_attention(*rotated(qk_TJE, rope, model.config.num_heads), v_TKE, micro.layout)
 
     hidden_TD = decoder_hidden(model, micro.token_T, micro.position_T, attend)
     return hidden_TD.index_select(0, micro.head_row_R)

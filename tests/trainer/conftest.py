@@ -16,7 +16,7 @@ from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.embedded.tokenizer_build import build_tokenizer
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.metrics import PHASES
-from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig, decoder_hidden
+from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig, Rope, decoder_hidden, rotated
 from sparkgrpo.trainer.model.families import decoder_config
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, random_model, save_model, state_dict_hf
 from sparkgrpo.trainer.optim import OptimStats
@@ -168,8 +168,8 @@ def run_update(
 
 @torch.no_grad()
 def plain_logits(model: Decoder, token_T: torch.Tensor) -> torch.Tensor:
-    def attend(layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    def attend(layer_idx: int, qk: torch.Tensor, v: torch.Tensor, rope: Rope) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (*rotated(qk, rope, model.config.num_heads), v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 

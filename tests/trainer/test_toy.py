@@ -59,7 +59,7 @@ def mean_p_right(loop: GrpoLoop) -> float:
     """Exactly, without sampling: each prompt is one token, which attends to itself alone."""
     model = loop.updater.model
     token = torch.arange(NUM_PROMPTS)
-    hidden = decoder_hidden(model, token, torch.zeros_like(token), lambda _, q, k, v: v)
+    hidden = decoder_hidden(model, token, torch.zeros_like(token), lambda _, qk, v, rope: v)
     return float((hidden @ model.head_VD.T).softmax(1).diagonal().mean())
 
 

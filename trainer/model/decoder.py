@@ -21,8 +21,11 @@ from sparkgrpo.kernels.swiglu import swiglu
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer_idx, q_THE, k_TKE, v_TKE) -> out_THE; q and k are already rotated."""
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token's angles, float32 [T, 1, E/2]."""
+Attend = Callable[[int, torch.Tensor, torch.Tensor, Rope], torch.Tensor]
+"""attend(layer_idx, qk_TJE, v_TKE, rope) -> out_THE: queries and keys side by side (J = H + K), not rotated yet, since
+decoding turns them while it writes the cache; `rotated` does it for the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +104,15 @@ class Decoder(nn.Module):
         layers = nn.ModuleList(DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
         self.layers = cast(Sequence[DecoderLayer], layers)  # ModuleList does not tell a type checker what it holds
         self.final_norm_D = nn.Parameter(torch.empty(D, dtype=dtype, device=device))
+        self.rope_frequency_E = rope_inverse_frequency(config).to(device)
+        """Angle per position of each pair of channels, float32 [E/2]: no weight, and never in another dtype."""
         self.lm_head_VD = None if config.tie_embeddings else nn.Parameter(torch.empty(V, D, dtype=dtype, device=device))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Decoder":
+        """A move or a cast of the weights: the angles follow to the device and stay float32."""
+        super()._apply(fn, recurse)
+        self.rope_frequency_E = rope_inverse_frequency(self.config).to(self.device)
+        return self
 
     @property
     def head_VD(self) -> nn.Parameter:
@@ -142,11 +153,16 @@ def rope_inverse_frequency(config: DecoderConfig) -> torch.Tensor:
     raise ValueError(f"expected a rotary scaling of type default, linear or llama3, got {kind!r}")
 
 
-def rope_table(config: DecoderConfig, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every token's angles, float32 [T, 1, E/2]; exact positions, computed, never cached."""
-    inv_freq = rope_inverse_frequency(config).to(position_T.device)
-    angle_TE = position_T.float()[:, None, None] * inv_freq
-    return angle_TE.cos(), angle_TE.sin()
+def rope_table(model: Decoder, position_T: torch.Tensor) -> Rope:
+    """cos and sin of every token's angles; exact positions, computed, never cached."""
+    angle_T1E = position_T.float()[:, None, None] * model.rope_frequency_E
+    return angle_T1E.cos(), angle_T1E.sin()
+
+
+def rotated(qk_TJE: torch.Tensor, rope: Rope, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, E] and keys [T, K, E], turned by their positions."""
+    qk_TJE = rotary(qk_TJE, *rope)
+    return qk_TJE[:, :num_heads], qk_TJE[:, num_heads:]
 
 
 def decoder_layer(
@@ -154,22 +170,19 @@ def decoder_layer(
     config: DecoderConfig,
     layer_idx: int,
     hidden_TD: torch.Tensor,
-    rope: tuple[torch.Tensor, torch.Tensor],
+    rope: Rope,
     attend: Attend,
 ) -> torch.Tensor:
     """One pre-norm block on packed tokens: hidden [T, D] -> hidden [T, D]."""
     H, K, E = config.num_heads, config.num_kv_heads, config.head_width
     normed_TD, hidden_TD = rms_norm(hidden_TD, layer.attn_norm_D, eps=config.rms_eps)
     qkv = F.linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
-    q_THE, k_TKE, v_TKE = qkv.split((H, K, K), dim=1)
+    qk_TJE, v_TKE = qkv.split((H + K, K), dim=1)
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
-        q_THE = rms_norm(q_THE, layer.q_norm_E, eps=config.rms_eps).y_TD
-        k_TKE = rms_norm(k_TKE, layer.k_norm_E, eps=config.rms_eps).y_TD
-        qk = torch.cat((q_THE, k_TKE), dim=1)
-    else:
-        qk = qkv[:, : H + K]
-    q_THE, k_TKE = rotary(qk, *rope).split((H, K), dim=1)
-    out_THE = attend(layer_idx, q_THE, k_TKE, v_TKE)
+        q_THE = rms_norm(qk_TJE[:, :H], layer.q_norm_E, eps=config.rms_eps).y_TD
+        k_TKE = rms_norm(qk_TJE[:, H:], layer.k_norm_E, eps=config.rms_eps).y_TD
+        qk_TJE = torch.cat((q_THE, k_TKE), dim=1)
+    out_THE = attend(layer_idx, qk_TJE, v_TKE, rope)
     out_TD = F.linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
     normed_TD, hidden_TD = rms_norm(out_TD, layer.mlp_norm_D, eps=config.rms_eps, residual_TD=hidden_TD)
     gate_up_T2F = F.linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias)
@@ -188,7 +201,7 @@ def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tens
     """
     config = model.config
     hidden_TD = F.embedding(token_T, model.embed_VD)
-    rope = rope_table(config, position_T)
+    rope = rope_table(model, position_T)
     for layer_idx, layer in enumerate(model.layers):
         hidden_TD = decoder_layer(layer, config, layer_idx, hidden_TD, rope, attend)
     return rms_norm(hidden_TD, model.final_norm_D, eps=config.rms_eps).y_TD

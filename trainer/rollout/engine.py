@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from sparkgrpo.kernels.prefix_attention import TreeLayout, prefix_attention, prompt_rectangle, tree_layout
 from sparkgrpo.kernels.sampling import INVALID, LENGTH
-from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+from sparkgrpo.trainer.model.decoder import Decoder, Rope, decoder_hidden, rotated
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
@@ -290,8 +290,9 @@ class RolloutEngine:
             layout = tree_layout([len(prompts[n]) for n in chunk], (), (), device=device)
 
             def attend(
-                layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TreeLayout = layout
+                layer_idx: int, qk: torch.Tensor, v: torch.Tensor, rope: Rope, layout: TreeLayout = layout
             ) -> torch.Tensor:
+                q, k = rotated(qk, rope, self.model.config.num_heads)
                 filler = (0, 0, 0, 0, 0, longest - layout.longest_prompt)
                 for kept, x in ((keys, k), (values, v)):
                     kept[layer_idx].append(F.pad(prompt_rectangle(x, layout), filler))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from sparkgrpo.kernels.grouped_attention import grouped_attention
-from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
+from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig, Rope, rotated
 
 MAX_STOP_IDS = 8
 FIRST_CAPACITY = 32
@@ -73,8 +73,9 @@ class GroupedCache:
             self._lay_out(every_slot_B, min(2 * self.capacity, self.max_new_tokens))
         self.own_len += 1
 
-    def attend(self, layer_idx: int, q_BHE: torch.Tensor, k_BKE: torch.Tensor, v_BKE: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer_idx: int, qk_BJE: torch.Tensor, v_BKE: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Write this step's key and value, then attend: the `attend` of a decode step."""
+        q_BHE, k_BKE = rotated(qk_BJE, rope, qk_BJE.shape[1] - self.num_kv_heads)
         k_own, v_own = self._own(layer_idx, self.num_rows, self.capacity)
         k_own[..., -1] = k_BKE.transpose(0, 1)
         v_own[:, :, -1] = v_BKE.transpose(0, 1)

@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sparkgrpo.trainer.model.chat import encode_chat
-from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig, decoder_hidden, rope_inverse_frequency
+from sparkgrpo.trainer.model.decoder import (
+    Decoder,
+    DecoderConfig,
+    Rope,
+    decoder_hidden,
+    rope_inverse_frequency,
+    rotated,
+)
 from sparkgrpo.trainer.model.families import decoder_config
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, random_model, save_model, state_dict_hf
 
@@ -26,7 +33,8 @@ MakeHF = Callable[[PreTrainedConfig], PreTrainedModel]
 def causal_per_sequence(lengths: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     """The plainest `attend`: PyTorch's attention on one sequence after the other."""
 
-    def attend(layer_idx: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor) -> torch.Tensor:
+    def attend(layer_idx: int, qk_TJE: torch.Tensor, v_TKE: torch.Tensor, rope: Rope) -> torch.Tensor:
+        q_THE, k_TKE = rotated(qk_TJE, rope, qk_TJE.shape[1] - v_TKE.shape[1])
         outs = []
         for qkv in zip(q_THE.split(lengths), k_TKE.split(lengths), v_TKE.split(lengths), strict=True):
             q, k, v = (part.transpose(0, 1)[None] for part in qkv)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sparkgrpo.kernels.prefix_attention import prefix_attention, tree_layout
 from sparkgrpo.kernels.sampling import sample_update
 from sparkgrpo.trainer.batching import TrainBatch, micro_batches
-from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden, rotated
 from sparkgrpo.trainer.rollout import state as state_module
 from sparkgrpo.trainer.rollout import step
 from sparkgrpo.trainer.rollout.engine import Rollout, RolloutEngine, Sampling
@@ -63,8 +63,12 @@ def packed_logits(model: Decoder) -> list[torch.Tensor]:
             positions += range(len(prompt), len(prompt) + len(completion))
             head_rows.append(torch.tensor([last, *range(cursor, cursor + len(completion) - 1)]))
             cursor += len(completion)
+    H = model.config.num_heads
     hidden_TD = decoder_hidden(
-        model, torch.tensor(pieces), torch.tensor(positions), lambda _, q, k, v: prefix_attention(q, k, v, layout)
+        model,
+        torch.tensor(pieces),
+        torch.tensor(positions),
+        lambda _, qk, v, rope: prefix_attention(*rotated(qk, rope, H), v, layout),
     )
     return [F.linear(hidden_TD[rows], model.head_VD[:NUM_VALID]) for rows in head_rows]
 
