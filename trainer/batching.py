@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from sparkgrpo.kernels.prefix_attention import TreeLayout, packed_starts, tree_layout
-from sparkgrpo.trainer.rollout.engine import Rollout
+from sparkgrpo.trainer.rollout.result import Rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

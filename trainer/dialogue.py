@@ -14,7 +14,7 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.model.chat import encode_chat
 from sparkgrpo.trainer.model.decoder import DecoderConfig
 from sparkgrpo.trainer.model.families import check_length
-from sparkgrpo.trainer.rollout.engine import Rollout
+from sparkgrpo.trainer.rollout.result import Rollout
 from sparkgrpo.trainer.tasks.base import Completion, Message, Problem
 
 PURPOSE_ROLLOUT, PURPOSE_EVAL = 1, 2

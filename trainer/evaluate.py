@@ -8,7 +8,8 @@ from statistics import fmean
 
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
-from sparkgrpo.trainer.rollout.engine import RolloutEngine, Sampling
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.result import Sampling
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
 
 

@@ -19,7 +19,8 @@ from sparkgrpo.trainer.dialogue import PURPOSE_ROLLOUT, Dialogue, derived_key
 from sparkgrpo.trainer.evaluate import Evaluation, evaluate
 from sparkgrpo.trainer.metrics import Batch, MetricValue, batch_metrics
 from sparkgrpo.trainer.optim import learning_rate
-from sparkgrpo.trainer.rollout.engine import Rollout, RolloutEngine, Sampling
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
 from sparkgrpo.trainer.update import Updater
 

@@ -9,7 +9,7 @@ from sparkgrpo.kernels.sampling import LENGTH, STOP
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, PURPOSE_ROLLOUT, Dialogue, derived_key
 from sparkgrpo.trainer.model.decoder import DecoderConfig
-from sparkgrpo.trainer.rollout.engine import Rollout, RolloutStats, Sampling
+from sparkgrpo.trainer.rollout.result import Rollout, RolloutStats, Sampling
 from sparkgrpo.trainer.tasks.base import Problem
 
 CHAT_TEMPLATE = (

@@ -11,7 +11,8 @@ from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.evaluate import Evaluation, evaluate
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
 from sparkgrpo.trainer.model.weights import random_model
-from sparkgrpo.trainer.rollout.engine import Rollout, RolloutEngine, Sampling
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
 

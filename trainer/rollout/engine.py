@@ -11,84 +11,21 @@ slots.
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from sparkgrpo.kernels.prefix_attention import TreeLayout, prefix_attention, prompt_rectangle, tree_layout
-from sparkgrpo.kernels.sampling import INVALID, LENGTH
-from sparkgrpo.trainer.model.decoder import Decoder, Rope, decoder_hidden, rotated
+from sparkgrpo.kernels.sampling import INVALID
+from sparkgrpo.trainer.model.decoder import Decoder
+from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly
+from sparkgrpo.trainer.rollout.graphs import EagerRunner, Runner
+from sparkgrpo.trainer.rollout.grouped_cache import GroupedCache
+from sparkgrpo.trainer.rollout.prefill import prefill
+from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
-PREFILL_CHUNK_TOKENS = 8192
-"""Tokens of one forward of the prefill, filler included."""
-FRAC_ALIVE_TO_COMPACT = 7 / 8
-"""Finished rows are dropped once fewer than this share of the slots is alive: a drop copies the cache of the rest."""
-MIN_TEMPERATURE = 0.05
 MAX_SIBLINGS = 1 << 16
 MAX_STREAM = 1 << 47
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How tokens are drawn. Training needs the full softmax: there is no top-k or top-p here."""
-
-    temperature: float = 1.0
-    """0 is greedy; else 0.05 or more."""
-    max_new_tokens: int = 512
-    """Completion tokens, the stop token included."""
-    ignore_eos: bool = False
-    """Go on to the limit: for benchmarks with forced lengths."""
-
-    def __post_init__(self) -> None:
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
-            raise ValueError(f"expected temperature 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"expected max_new_tokens of 1 or more, got {self.max_new_tokens}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutStats:
-    """What a rollout measured; times in seconds."""
-
-    t_prefill_s: float
-    t_decode_s: float
-    num_prompt_tokens: int
-    num_new_tokens: int
-    num_steps: int
-    num_compactions: int
-    num_waves: int
-    frac_slots_alive: float
-    """Live rows per slot computed, over all decode steps; 1 when no work was wasted on finished rows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """Completions, packed row after row; the stop token counts, so every length is at least 1."""
-
-    token_T: torch.Tensor
-    """i32."""
-    logprob_T: torch.Tensor
-    """f32, nats, under the distribution sampled from."""
-    length_S: torch.Tensor
-    """i32."""
-    finish_S: torch.Tensor
-    """i8: STOP or LENGTH of `kernels/sampling.py`."""
-    prompt_of_row_S: torch.Tensor
-    """i32."""
-    sampling: Sampling
-    stats: RolloutStats
-
-    def rows(self) -> list[tuple[int, ...]]:
-        """Token ids of each completion, on the host."""
-        lengths = self.length_S.tolist()
-        return [tuple(piece.tolist()) for piece in self.token_T.cpu().split(lengths)]
-
-    def is_truncated(self) -> list[bool]:
-        """Which completions ran into the token limit."""
-        return (self.finish_S == LENGTH).tolist()
 
 
 def split_into_waves(num_prompts: int, G: int, max_rows: int) -> list[range]:
@@ -146,7 +83,10 @@ class RolloutEngine:
         self.max_rows = max_rows
         self.max_new_tokens = max_new_tokens
         self.max_context = max_context or min(config.max_position, config.sliding_window or config.max_position)
+        self.head_VD = self._head()
+        """Head rows below num_valid, as `finish_step` takes them; those of the rollout that runs."""
         self._state: DecodeState | None = None
+        self._runner: Runner | None = None
 
     @torch.no_grad()
     def generate(
@@ -173,22 +113,19 @@ class RolloutEngine:
         streams = range(len(prompts)) if streams is None else streams
         self._check(prompts, G, sampling, key, streams)
         waves = split_into_waves(len(prompts), G, self.max_rows)
-        if self._state is None:
-            self._state = allocate_state(
-                self.model,
-                max_rows=self.max_rows,
-                max_new_tokens=self.max_new_tokens,
-                num_valid=self.num_valid,
-            )
-        head_VD = self._head()
-        meter = _Meter()
+        self.head_VD = self._head()
+        state, runner = self._ready(max(map(len, prompts)) + sampling.max_new_tokens)
+        runner.begin()
+        meter = Meter()
         pieces = []
         for wave in waves:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
-            self._begin(self._state, wave_prompts, wave_streams, G, sampling, key)
-            self._prefill(self._state, wave_prompts, G, head_VD, meter)
-            self._decode(self._state, len(wave) * G, head_VD, meter)
-            pieces.append(_packed_results(self._state, len(wave) * G))
+            self._begin(state, wave_prompts, wave_streams, G, sampling, key)
+            self._prefill(state, wave_prompts, G, sampling, meter)
+            decode_exactly(state, runner, len(wave) * G, meter)
+            pieces.append(_packed_results(state, len(wave) * G))
+            state.cache.end_wave()
+            meter.num_waves += 1
         token_T, logprob_T, length_S, finish_S = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         if (finish_S == INVALID).any():
             rows = (finish_S == INVALID).nonzero()[:, 0].tolist()
@@ -202,6 +139,25 @@ class RolloutEngine:
             sampling=sampling,
             stats=meter.stats(sum(map(len, prompts)), len(token_T)),
         )
+
+    def _ready(self, num_tokens: int) -> tuple[DecodeState, Runner]:
+        """Buffers and runner for rows of so many tokens, prompt included; made at first use."""
+        if self._state is None or self._runner is None:
+            state = self._state = allocate_state(
+                self.model,
+                lambda _: GroupedCache(
+                    self.model.config,
+                    max_rows=self.max_rows,
+                    max_new_tokens=self.max_new_tokens,
+                    dtype=self.model.dtype,
+                    device=self.model.device,
+                ),
+                max_rows=self.max_rows,
+                max_new_tokens=self.max_new_tokens,
+                num_valid=self.num_valid,
+            )
+            self._runner = EagerRunner(lambda num_slots: decode_step(state, self.model, self.head_VD, num_slots))
+        return self._state, self._runner
 
     def _check(
         self, prompts: Sequence[Sequence[int]], G: int, sampling: Sampling, key: int, streams: Sequence[int]
@@ -270,56 +226,14 @@ class RolloutEngine:
         state.eos_ids_8[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int32, device=device)
 
     def _prefill(
-        self,
-        state: DecodeState,
-        prompts: list[Sequence[int]],
-        G: int,
-        head_VD: torch.Tensor,
-        meter: "_Meter",
+        self, state: DecodeState, prompts: list[Sequence[int]], G: int, sampling: Sampling, meter: Meter
     ) -> None:
-        """Every prompt once, whole prompts in packed chunks, through the training forward; then the first token."""
+        """Every prompt once, then the first token of every row."""
         start = time.perf_counter()
-        device = state.token_B.device
-        state.cache.begin([len(p) for p in prompts], G)
-        chunks = _chunks_of_prompts(prompts, PREFILL_CHUNK_TOKENS)
-        keys: list[list[torch.Tensor]] = [[] for _ in self.model.layers]
-        values: list[list[torch.Tensor]] = [[] for _ in self.model.layers]
-        last_rows = []
-        longest = max(map(len, prompts))
-        for chunk in chunks:
-            layout = tree_layout([len(prompts[n]) for n in chunk], (), (), device=device)
-
-            def attend(
-                layer_idx: int, qk: torch.Tensor, v: torch.Tensor, rope: Rope, layout: TreeLayout = layout
-            ) -> torch.Tensor:
-                q, k = rotated(qk, rope, self.model.config.num_heads)
-                filler = (0, 0, 0, 0, 0, longest - layout.longest_prompt)
-                for kept, x in ((keys, k), (values, v)):
-                    kept[layer_idx].append(F.pad(prompt_rectangle(x, layout), filler))
-                return prefix_attention(q, k, v, layout)
-
-            token_T = torch.tensor([token for n in chunk for token in prompts[n]], device=device)
-            position_T = torch.cat([torch.arange(len(prompts[n])) for n in chunk]).to(device)
-            hidden_TD = decoder_hidden(self.model, token_T, position_T, attend)
-            last_N = torch.tensor([len(prompts[n]) for n in chunk]).cumsum(0) - 1
-            last_rows.append(hidden_TD[last_N.to(device)])
-        for layer_keys, layer_values in zip(keys, values, strict=True):
-            state.cache.write_prompt(torch.cat(layer_keys), torch.cat(layer_values))
-        last_ND = torch.cat(last_rows)
-        finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), head_VD)
-        meter.prefilled(time.perf_counter() - start)
-
-    def _decode(self, state: DecodeState, num_slots: int, head_VD: torch.Tensor, meter: "_Meter") -> None:
-        """Step until no row is alive, dropping finished rows on the way."""
-        start = time.perf_counter()
-        while num_alive := int(state.num_alive_1):  # the one host read of a step
-            if num_alive <= FRAC_ALIVE_TO_COMPACT * num_slots:
-                num_slots = state.compact(num_slots)
-                meter.num_compactions += 1
-            decode_step(state, self.model, head_VD, num_slots)
-            meter.stepped(num_alive, num_slots)
-        meter.num_waves += 1
-        meter.t_decode_s += time.perf_counter() - start
+        state.cache.begin([len(p) for p in prompts], G, sampling.max_new_tokens)
+        last_ND = prefill(self.model, state.cache, prompts)
+        finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), self.head_VD)
+        meter.t_prefill_s += time.perf_counter() - start
 
 
 def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -328,49 +242,3 @@ def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ..
     is_used_SC = torch.arange(state.out_token_SC.shape[1], device=length_S.device) < length_S[:, None]
     token_T, logprob_T = state.out_token_SC[:num_rows][is_used_SC], state.out_logprob_SC[:num_rows][is_used_SC]
     return token_T, logprob_T, length_S, state.finish_S[:num_rows].clone()
-
-
-def _chunks_of_prompts(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """Consecutive prompts whose rectangle, count * longest tokens, stays within the limit; a longer one is alone."""
-    chunks: list[list[int]] = []
-    longest = 0
-    for n, prompt in enumerate(prompts):
-        longest = max(longest, len(prompt))
-        if not chunks or (len(chunks[-1]) + 1) * longest > limit:
-            chunks.append([])
-            longest = len(prompt)
-        chunks[-1].append(n)
-    return chunks
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Running sums of one `generate`."""
-
-    t_prefill_s: float = 0.0
-    t_decode_s: float = 0.0
-    num_steps: int = 0
-    num_compactions: int = 0
-    num_waves: int = 0
-    num_alive_slots: int = 0
-    num_slots: int = 0
-
-    def prefilled(self, seconds: float) -> None:
-        self.t_prefill_s += seconds
-
-    def stepped(self, num_alive: int, num_slots: int) -> None:
-        self.num_steps += 1
-        self.num_alive_slots += num_alive
-        self.num_slots += num_slots
-
-    def stats(self, num_prompt_tokens: int, num_new_tokens: int) -> RolloutStats:
-        return RolloutStats(
-            t_prefill_s=self.t_prefill_s,
-            t_decode_s=self.t_decode_s,
-            num_prompt_tokens=num_prompt_tokens,
-            num_new_tokens=num_new_tokens,
-            num_steps=self.num_steps,
-            num_compactions=self.num_compactions,
-            num_waves=self.num_waves,
-            frac_slots_alive=self.num_alive_slots / self.num_slots if self.num_slots else 1.0,
-        )

@@ -15,10 +15,9 @@ from sparkgrpo.kernels.prefix_attention import prefix_attention, tree_layout
 from sparkgrpo.kernels.sampling import sample_update
 from sparkgrpo.trainer.batching import TrainBatch, micro_batches
 from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden, rotated
-from sparkgrpo.trainer.rollout import state as state_module
-from sparkgrpo.trainer.rollout import step
-from sparkgrpo.trainer.rollout.engine import Rollout, RolloutEngine, Sampling
-from sparkgrpo.trainer.rollout.state import allocate_state
+from sparkgrpo.trainer.rollout import grouped_cache, step
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.score import score
 
 MakeModels = Callable[[torch.dtype], tuple[PreTrainedModel, Decoder]]
@@ -77,7 +76,7 @@ def packed_logits(model: Decoder) -> list[torch.Tensor]:
 def test_transformers_packed_forward_and_decoding_agree(
     make_models: MakeModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "FIRST_CAPACITY", 2)  # the layout of the cache grows twice
+    monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", 2)  # the layout of the cache grows twice
     hf_model, model = make_models(torch.float64)
     logits_SLV = force(monkeypatch, COMPLETIONS)
     engine = RolloutEngine(model, stop_ids=(STOP,), num_valid=NUM_VALID, max_rows=8, max_new_tokens=6)
@@ -119,7 +118,7 @@ def trainer_logprobs(model: Decoder, prompts: list[list[int]], rollout: Rollout)
 def test_rollout_logprobs_equal_the_trainers(
     make_models: MakeModels, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "FIRST_CAPACITY", 4)
+    monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", 4)
     _, model = make_models(torch.float32)
     engine = RolloutEngine(model, stop_ids=(STOP, 7, 10, 21), num_valid=NUM_VALID, max_rows=12, max_new_tokens=16)
     rollout = engine.generate(PROMPTS, 6, Sampling(temperature=temperature, max_new_tokens=16), 3)
@@ -143,10 +142,9 @@ def test_the_test_above_can_fail(make_models: MakeModels) -> None:
 def test_bf16_weights_give_logits_that_are_not_rounded_to_bf16(make_models: MakeModels) -> None:
     _, model = make_models(torch.bfloat16)
     engine = RolloutEngine(model, stop_ids=(STOP,), num_valid=NUM_VALID, max_rows=24, max_new_tokens=16)
-    head_VD = engine._head()
-    state = allocate_state(model, max_rows=24, max_new_tokens=16, num_valid=NUM_VALID)
+    state, _ = engine._ready(32)
     hidden_BD = torch.randn(24, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    step.finish_step(hidden_BD, state, head_VD)
+    step.finish_step(hidden_BD, state, engine.head_VD)
     exact_BV = hidden_BD.double() @ model.head_VD[:NUM_VALID].double().T
     torch.testing.assert_close(state.logits_BV.double(), exact_BV, rtol=0, atol=5e-5)
     assert (state.logits_BV != state.logits_BV.bfloat16()).float().mean() > 0.9

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from sparkgrpo.kernels.sampling import LENGTH, STOP
 from sparkgrpo.trainer.model.decoder import Decoder
-from sparkgrpo.trainer.rollout import engine as engine_module
-from sparkgrpo.trainer.rollout import state as state_module
-from sparkgrpo.trainer.rollout.engine import Rollout, RolloutEngine, Sampling, split_into_waves
+from sparkgrpo.trainer.rollout import decode_loop, grouped_cache, prefill
+from sparkgrpo.trainer.rollout.engine import RolloutEngine, split_into_waves
+from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.rollout.state import DecodeState
 
 MakeExact = Callable[..., Decoder]
@@ -74,7 +74,7 @@ def test_dropping_finished_rows_changes_nothing(
     _, model = make_models(torch.float32)
     stop_ids = (0, 5, 10, 15, 20, 25, 30, 35)
     default = make_engine(model, stop_ids=stop_ids).generate(PROMPTS, 8, SAMPLING, 5)
-    monkeypatch.setattr(engine_module, "FRAC_ALIVE_TO_COMPACT", frac)
+    monkeypatch.setattr(decode_loop, "FRAC_ALIVE_TO_COMPACT", frac)
     other = make_engine(model, stop_ids=stop_ids).generate(PROMPTS, 8, SAMPLING, 5)
     assert other.rows() == default.rows()
     torch.testing.assert_close(other.logprob_T, default.logprob_T, rtol=0, atol=1e-5)
@@ -88,7 +88,7 @@ def test_dropping_finished_rows_changes_nothing(
 def test_small_chunks_of_prefill_change_nothing(make_models: MakeModels, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = make_models(torch.float32)
     default = make_engine(model).generate(PROMPTS, 8, SAMPLING, 5)
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNK_TOKENS", 8)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK_TOKENS", 8)
     other = make_engine(model).generate(PROMPTS, 8, SAMPLING, 5)
     assert other.rows() == default.rows()
     torch.testing.assert_close(other.logprob_T, default.logprob_T, rtol=0, atol=1e-5)
@@ -100,7 +100,7 @@ def test_the_room_that_a_row_has_at_first_changes_nothing(
     _, model = make_models(torch.float32)
     default = make_engine(model).generate(PROMPTS, 8, SAMPLING, 5)
     for capacity in (1, 5):
-        monkeypatch.setattr(state_module, "FIRST_CAPACITY", capacity)
+        monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", capacity)
         assert_same(make_engine(model).generate(PROMPTS, 8, SAMPLING, 5), default)
 
 
@@ -357,5 +357,8 @@ def test_waves_are_few_equal_and_whole(num_prompts: int, G: int, max_rows: int, 
         ([20, 1], [[0], [1]]),  # longer than the limit: alone
     ],
 )
-def test_prefill_chunks_are_bounded_with_their_filler(lengths: list[int], chunks: list[list[int]]) -> None:
-    assert engine_module._chunks_of_prompts([[0] * length for length in lengths], 9) == chunks
+def test_prefill_chunks_are_bounded_with_their_filler(
+    lengths: list[int], chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK_TOKENS", 9)
+    assert [list(chunk) for chunk in prefill.chunks_of_prompts([[0] * length for length in lengths])] == chunks

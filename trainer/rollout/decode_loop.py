@@ -1,0 +1,113 @@
+"""The loop around the decode step: until no row is alive, dropping finished rows on the way.
+
+On a CPU the number of live rows is read after every step, at no cost. On a GPU reading it would stop the device, so it
+is copied to the host behind each step and looked at one step late: one surplus step at the end, in which every slot is
+parked, and no wait anywhere.
+
+Letters: B slots.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sparkgrpo.trainer.rollout.graphs import Runner, bucket_for
+from sparkgrpo.trainer.rollout.result import RolloutStats
+from sparkgrpo.trainer.rollout.state import DecodeState
+
+FRAC_ALIVE_TO_COMPACT = 7 / 8
+"""On a CPU finished rows are dropped once fewer than this share of the slots is alive: a drop copies the cache of the
+rest."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """Running sums of one `generate`."""
+
+    t_prefill_s: float = 0.0
+    t_decode_s: float = 0.0
+    num_steps: int = 0
+    num_compactions: int = 0
+    num_waves: int = 0
+    num_alive_slots: int = 0
+    num_slots: int = 0
+
+    def stepped(self, num_alive: int, num_slots: int) -> None:
+        """Count one decode step."""
+        self.num_steps += 1
+        self.num_alive_slots += num_alive
+        self.num_slots += num_slots
+
+    def stats(self, num_prompt_tokens: int, num_new_tokens: int) -> RolloutStats:
+        """What the rollout measured."""
+        return RolloutStats(
+            t_prefill_s=self.t_prefill_s,
+            t_decode_s=self.t_decode_s,
+            num_prompt_tokens=num_prompt_tokens,
+            num_new_tokens=num_new_tokens,
+            num_steps=self.num_steps,
+            num_compactions=self.num_compactions,
+            num_waves=self.num_waves,
+            frac_slots_alive=self.num_alive_slots / self.num_slots if self.num_slots else 1.0,
+        )
+
+
+class LatePoll:
+    """The number of live rows, one step late: a copy to pinned memory and an event behind each step."""
+
+    def __init__(self, num_alive_1: torch.Tensor) -> None:
+        self._num_alive_1 = num_alive_1
+        self._is_cuda = num_alive_1.device.type == "cuda"
+        self._copies = [torch.empty(1, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []
+        self._turn = 0
+
+    def record(self) -> None:
+        """Have the number copied once all that is queued has run."""
+        self._copies[self._turn].copy_(self._num_alive_1, non_blocking=True)
+        if self._is_cuda:
+            self._events[self._turn].record()
+        self._turn = 1 - self._turn
+
+    def read_previous(self) -> int:
+        """The number at the record before the last; waits for that one alone."""
+        if self._is_cuda:
+            self._events[self._turn].synchronize()
+        return int(self._copies[self._turn])
+
+
+def decode_exactly(state: DecodeState, runner: Runner, num_rows: int, meter: Meter) -> None:
+    """The loop of a CPU: only live rows take part, give or take an eighth."""
+    start, num_slots = time.perf_counter(), num_rows
+    while num_alive := int(state.num_alive_1):  # the one host read of a step
+        if num_alive <= FRAC_ALIVE_TO_COMPACT * num_slots:
+            state.compact(num_slots, num_alive)
+            num_slots = num_alive
+            meter.num_compactions += 1
+        runner.step(num_slots)
+        meter.stepped(num_alive, num_slots)
+    meter.t_decode_s += time.perf_counter() - start
+
+
+def decode_in_buckets(
+    state: DecodeState, runner: Runner, num_rows: int, meter: Meter, *, max_rows: int, max_new_tokens: int
+) -> None:
+    """The loop of a GPU: sizes from a fixed set, each a captured graph; the host queues and never waits for a step."""
+    start, poll, bucket = time.perf_counter(), LatePoll(state.num_alive_1), bucket_for(num_rows, max_rows)
+    poll.record()  # behind the prefill, which drew the first token
+    num_alive = num_rows
+    for _ in range(max_new_tokens):  # by then every row has met its limit
+        runner.step(bucket)
+        meter.stepped(num_alive, bucket)
+        poll.record()
+        num_alive = poll.read_previous()
+        if not num_alive:
+            break
+        if (smaller := bucket_for(num_alive, max_rows)) < bucket:
+            state.compact(bucket, smaller)
+            bucket = smaller
+            meter.num_compactions += 1
+    if state.num_alive_1.device.type == "cuda":
+        torch.cuda.synchronize(state.num_alive_1.device)
+    meter.t_decode_s += time.perf_counter() - start
