@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparkgrpo.kernels.linear import linear
 from sparkgrpo.kernels.rms_norm import rms_norm
 from sparkgrpo.kernels.rotary import rotary
 from sparkgrpo.kernels.swiglu import swiglu
@@ -176,17 +177,17 @@ def decoder_layer(
     """One pre-norm block on packed tokens: hidden [T, D] -> hidden [T, D]."""
     H, K, E = config.num_heads, config.num_kv_heads, config.head_width
     normed_TD, hidden_TD = rms_norm(hidden_TD, layer.attn_norm_D, eps=config.rms_eps)
-    qkv = F.linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
+    qkv = linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
     qk_TJE, v_TKE = qkv.split((H + K, K), dim=1)
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
         q_THE = rms_norm(qk_TJE[:, :H], layer.q_norm_E, eps=config.rms_eps).y_TD
         k_TKE = rms_norm(qk_TJE[:, H:], layer.k_norm_E, eps=config.rms_eps).y_TD
         qk_TJE = torch.cat((q_THE, k_TKE), dim=1)
     out_THE = attend(layer_idx, qk_TJE, v_TKE, rope)
-    out_TD = F.linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
+    out_TD = linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
     normed_TD, hidden_TD = rms_norm(out_TD, layer.mlp_norm_D, eps=config.rms_eps, residual_TD=hidden_TD)
-    gate_up_T2F = F.linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias)
-    return hidden_TD + F.linear(swiglu(gate_up_T2F), layer.down_weight, layer.down_bias)
+    gate_up_T2F = linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias)
+    return hidden_TD + linear(swiglu(gate_up_T2F), layer.down_weight, layer.down_bias)
 
 
 def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend) -> torch.Tensor:

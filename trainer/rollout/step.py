@@ -5,6 +5,7 @@ Letters: B slots, D width, V vocabulary.
 
 import torch
 
+from sparkgrpo.kernels.cpu_products import product_
 from sparkgrpo.kernels.sampling import sample_update
 from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
 from sparkgrpo.trainer.rollout.state import DecodeState
@@ -25,8 +26,10 @@ def finish_step(hidden_BD: torch.Tensor, view: DecodeState, head_VD: torch.Tenso
     Args:
         head_VD: The head's rows below num_valid, in the model's dtype, or in fp32 where a bf16 product would round.
     """
-    if hidden_BD.dtype == head_VD.dtype == torch.float32 or hidden_BD.device.type == "cpu":
-        torch.mm(hidden_BD.to(head_VD.dtype), head_VD.t(), out=view.logits_BV)
+    if hidden_BD.device.type == "cpu":
+        product_(view.logits_BV, hidden_BD.to(head_VD.dtype), head_VD.t())
+    elif hidden_BD.dtype == torch.float32:
+        torch.mm(hidden_BD, head_VD.t(), out=view.logits_BV)
     else:
         torch.mm(hidden_BD, head_VD.t(), out_dtype=torch.float32, out=view.logits_BV)
     sample_update(
