@@ -243,6 +243,8 @@ def adamw(
 
     tables = AdamwTables() if tables is None else tables
     tensor_table, tensor_of_chunk = tables.update(list(lists.values()), device)
+    written = [x for name, tensors in lists.items() if name != "grad" and tensors is not None for x in tensors]
+    torch.autograd.graph.increment_version(written)  # the kernel writes by address, behind autograd's back
     return launch_adamw(
         tensor_table,
         tensor_of_chunk,

@@ -61,7 +61,7 @@ def _update_block(
     w = tl.load(master_ptr + offs, mask=mask, other=other)  # [BLOCK]
     m = beta1 * tl.load(exp_avg_ptr + offs, mask=mask, other=other) + rest1 * g
     v = beta2 * tl.load(exp_avg_sq_ptr + offs, mask=mask, other=other) + rest2 * g * g
-    new_w = decay * w - step_size * tl.div_rn(m, tl.sqrt_rn(v) * inv_sqrt_correction2 + eps)
+    new_w = w - (decay * w + step_size * tl.div_rn(m, tl.sqrt_rn(v) * inv_sqrt_correction2 + eps))
     tl.store(master_ptr + offs, new_w, mask=mask)
     tl.store(exp_avg_ptr + offs, m, mask=mask)
     tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
@@ -148,7 +148,7 @@ def launch_adamw(
     scalars = (
         lr / (1 - beta1**step),
         1 / math.sqrt(1 - beta2**step),
-        1 - lr * weight_decay,
+        lr * weight_decay,  # not its complement: 1 - 1e-8 is 1 in fp32
         *(beta1, 1 - beta1, beta2, 1 - beta2, eps),
     )
     launch(

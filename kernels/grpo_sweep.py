@@ -148,7 +148,7 @@ class RowOutputs:
 
     def row_loss(self, start: int, stop: int, seq_len_S: Lengths | None) -> RowLoss:
         """The objective on rows [start, stop), whose statistics are written; keeps what it reports."""
-        lengths_S = None if seq_len_S is None else torch.tensor(seq_len_S).to(self.loss_N.device, non_blocking=True)
+        lengths_S = None if seq_len_S is None else _sent_to(self.loss_N.device, torch.tensor(seq_len_S))
         inputs = self.rows.inputs.chunk(start, stop, lengths_S)
         entropy_C = None if self.entropy_N is None else self.entropy_N[start:stop]
         loss = _row_loss(inputs)(self.objective, self.logprob_N[start:stop], entropy_C, inputs)
@@ -163,6 +163,11 @@ class RowOutputs:
         if values_N is None:
             return None
         return scatter_rows(values_N.masked_fill(~self.rows.is_counted_N, 0), self.rows.row_idx_N, num_rows)
+
+
+def _sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    """On the device, without waiting for it: only pinned memory may be copied behind the host's back."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _row_loss(inputs: RowInputs) -> Callable[..., RowLoss]:

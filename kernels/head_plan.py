@@ -42,7 +42,7 @@ class DeviceRates:
 
 
 DEVICE_RATES = {
-    90: DeviceRates(product_tflops=790, bandwidth_gbps=4300, tile_share=0.7, source="H200: assumed"),
+    90: DeviceRates(product_tflops=790, bandwidth_gbps=4300, tile_share=0.6, source="H200: assumed"),
     120: DeviceRates(product_tflops=200, bandwidth_gbps=1600, tile_share=0.85, source="RTX 5090: assumed"),
     121: DeviceRates(product_tflops=92, bandwidth_gbps=220, tile_share=0.85, source="GB10: published, share assumed"),
 }  # fmt: skip

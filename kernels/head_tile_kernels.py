@@ -164,7 +164,8 @@ def sweep_tiles(
         slopes: g, h, entropy and target term, fp32 [C]; kind "gradient" alone.
         is_far_C: int32, rows to redo; row blocks without one are left as they are. None: all rows.
     """
-    hidden_CD, weight_VD, exp_CV = as_operand(operands.hidden_CD), as_operand(operands.weight_VD), operands.exp_CV
+    hidden_CD, weight_VD = as_operand(operands.hidden_CD), as_operand(operands.weight_VD)
+    exp_CV = operands.exp_CV if kind in ("store", "gradient") else None
     (C, D), V = hidden_CD.shape, weight_VD.shape[0]
     num_splits = triton.cdiv(V, SPLIT_COLUMNS)
     exp_stride = 0 if exp_CV is None else exp_CV.stride(0)

@@ -274,7 +274,8 @@ def linear_grpo(
         ref_logprob_T: fp32 [T], nats; needed with beta above 0, else a metric.
         anchor_logprob_T: fp32 [T], a guess of the log-prob (the rollout's): saves time on CUDA, changes no result.
         cu_seqlens_S1: int32 on the host, bounds of the sequences; needed under ratio "sequence".
-        active_idx_N: int32, rising: rows that may have a gradient; others are dead. None: found here, with one sync.
+        active_idx_N: int32, rising: rows that may have a gradient; others are dead. None: found here, with one sync
+            (under ratio "sequence" where not all rows are active, one more: their numbers are read).
         chunk_tokens: rows whose logits exist at a time; None lets the op choose.
         grad_weight_VD: contiguous fp32 [V, D]: the forward adds dweight to it, weight_VD.grad stays as it is. The loss
             must then reach backward with factor 1, else dhidden is NaN. Nothing is added under no_grad.

@@ -12,6 +12,7 @@ has the operands' dtype; both gradient products accumulate in fp32 and dweight i
 T rows given, N rows computed, C rows a chunk, V valid vocabulary, D width.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,11 @@ from sparkgrpo.kernels.tile_table import SPLIT_COLUMNS, Tile, head_tile, interpr
 from sparkgrpo.kernels.triton_launch import capability_of, check_triton, is_interpreted
 
 ALIGNED_COLUMNS = 16
-"""Rows of E are padded to this many columns: 16-byte accesses and descriptors."""
+"""Rows of E are padded to this many columns: 16-byte accesses and descriptors. A store through a descriptor writes
+whole pieces of 16 bytes, up to seven numbers beyond V: they fall into the padding."""
+PRODUCT_COLUMNS = 8
+"""cuBLAS wants sizes, not only strides, in multiples of 16 bytes; len(tokenizer) is odd for Qwen2.5 (151,665). The few
+columns behind the last multiple are a product of their own."""
 
 
 class SweepStatistics(NamedTuple):
@@ -66,6 +71,13 @@ def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.T
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)  # the interpreter's tensors: a CPU product would round its result
+
+
+def _column_blocks(num_columns: int, block: int | None = None) -> list[slice]:
+    """The vocabulary in blocks, the last of them cut where its size stops being a multiple of PRODUCT_COLUMNS."""
+    even = num_columns // PRODUCT_COLUMNS * PRODUCT_COLUMNS
+    bounds = sorted({*range(0, even, block or max(even, 1)), even, num_columns} | {0})
+    return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def _is_tma_aligned(matrix: torch.Tensor) -> bool:
@@ -179,8 +191,8 @@ class TileSweep:
             hidden_CD = self.hidden_TD.index_select(0, self.row_idx_N[start:stop])
         if self.is_counted_N is not None:
             hidden_CD = torch.where(self.is_counted_N[start:stop, None], hidden_CD, 0.0)
-        if hidden_CD.stride(1) != 1 or not _is_tma_aligned(hidden_CD):
-            hidden_CD = hidden_CD.contiguous()
+        if not _is_tma_aligned(hidden_CD):
+            hidden_CD = hidden_CD.clone(memory_format=torch.contiguous_format)
         self.hidden_CD = hidden_CD
         return TileOperands(
             hidden_CD=hidden_CD,
@@ -199,8 +211,10 @@ class TileSweep:
             self.exp_buffer = self.hidden_TD.new_empty(self.max_rows, padded, dtype=dtype)
         return self.exp_buffer.view(self.hidden_TD.dtype)[:num_rows, :V]
 
-    def _tile(self, operands: TileOperands) -> Tile:
-        is_aligned = _is_tma_aligned(operands.hidden_CD) and _is_tma_aligned(operands.weight_VD)
+    def _tile(self, operands: TileOperands, *, stores_tiles: bool = True) -> Tile:
+        """The table's tile; by pointers where E lies in rows of fp32 logits, whose extent no descriptor should carry
+        (Triton reckons it in 32 bits) and where tiles serve the repair alone."""
+        is_aligned = _is_tma_aligned(operands.hidden_CD) and _is_tma_aligned(operands.weight_VD) and stores_tiles
         if is_interpreted():
             return interpreted_tile(use_tma=is_aligned)
         return head_tile(capability_of(self.hidden_TD.device), self.hidden_TD.dtype, is_tma_aligned=is_aligned)
@@ -212,7 +226,10 @@ class TileSweep:
         anchor_C = None if self.anchor_N is None else self.anchor_N[start:stop]
         target_C, inv_tau_C = operands.target_C, operands.inv_tau_C
         anchors = RowAnchors(operands.hidden_CD, operands.weight_VD, target_C, inv_tau_C, anchor_C)
-        tile, num_splits = self._tile(operands), triton.cdiv(self.weight_VD.shape[0], SPLIT_COLUMNS)
+        tile, num_splits = (
+            self._tile(operands, stores_tiles=makes_tiles or operands.exp_CV is None),
+            triton.cdiv(self.weight_VD.shape[0], SPLIT_COLUMNS),
+        )
         partials_2SC = inv_tau_C.new_empty(2, num_splits, stop - start)
         if makes_tiles:
             sweep_tiles(kind, operands, anchors.shift_C, tile=tile, partials_2SC=partials_2SC)
@@ -230,7 +247,8 @@ class TileSweep:
         assert self.exp_buffer is not None and operands.exp_CV is not None
         num_rows, V = operands.exp_CV.shape
         logits_CV = self.exp_buffer[:num_rows, :V]
-        product_fp32(operands.hidden_CD, operands.weight_VD.t(), logits_CV)
+        for columns in _column_blocks(V):
+            product_fp32(operands.hidden_CD, operands.weight_VD[columns].t(), logits_CV[:, columns])
         sums_21C = anchors.shift_C.new_empty(2, 1, num_rows)
         row_exponentials(logits_CV, operands.exp_CV, operands.target_C, operands.inv_tau_C, anchors.shift_C, sums_21C)
         return sums_21C
@@ -247,17 +265,25 @@ class TileSweep:
         assert self.hidden_CD is not None
         if dweight_VD is not None:
             scaled_CD = (self.hidden_CD * scale_C1).to(exp_CV.dtype)
-            V = self.weight_VD.shape[0]
-            if is_first:
-                product_fp32(exp_CV.t(), scaled_CD, dweight_VD[:V])
-            else:
-                block_VD = dweight_VD.new_empty(min(V, DWEIGHT_BLOCK_ROWS), dweight_VD.shape[1])
-                for start in range(0, V, DWEIGHT_BLOCK_ROWS):
-                    rows = slice(start, min(start + DWEIGHT_BLOCK_ROWS, V))
-                    dweight_VD[rows] += product_fp32(exp_CV[:, rows].t(), scaled_CD, block_VD[: rows.stop - start])
+            block_VD = None
+            if not is_first:
+                num_block_rows = min(self.weight_VD.shape[0], DWEIGHT_BLOCK_ROWS)
+                block_VD = dweight_VD.new_empty(num_block_rows, dweight_VD.shape[1])
+            for rows in _column_blocks(self.weight_VD.shape[0], None if is_first else DWEIGHT_BLOCK_ROWS):
+                exp_VC = exp_CV[:, rows].t()
+                if block_VD is None:
+                    product_fp32(exp_VC, scaled_CD, dweight_VD[rows])
+                else:
+                    dweight_VD[rows] += product_fp32(exp_VC, scaled_CD, block_VD[: rows.stop - rows.start])
         if dhidden_CD is not None:
-            product_CD = dhidden_CD.new_empty(dhidden_CD.shape, dtype=torch.float32)
-            dhidden_CD.copy_(product_fp32(exp_CV, self.weight_VD, product_CD).mul_(scale_C1))
+            product_CD, *rest = (self._dhidden_part(exp_CV, part) for part in _column_blocks(self.weight_VD.shape[0]))
+            for part_CD in rest:
+                product_CD += part_CD
+            dhidden_CD.copy_(product_CD.mul_(scale_C1))
+
+    def _dhidden_part(self, exp_CV: torch.Tensor, columns: slice) -> torch.Tensor:
+        product_CD = exp_CV.new_empty(len(exp_CV), self.weight_VD.shape[1], dtype=torch.float32)
+        return product_fp32(exp_CV[:, columns], self.weight_VD[columns], product_CD)
 
 
 def open_tile_sweep(

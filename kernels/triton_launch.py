@@ -5,6 +5,7 @@ functions that launch, so that a laptop without Triton never meets them.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,15 @@ def launch(
     if min(grid) == 0:
         return
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    kernel[grid](*args, **constexprs, **({} if is_interpreted() else options))
+    with _on_device_of(args):
+        kernel[grid](*args, **constexprs, **({} if is_interpreted() else options))
+
+
+def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    device = next((x.device for x in args if isinstance(x, torch.Tensor)), None)
+    is_elsewhere = device is not None and device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
 
 
 def as_operand(x: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,10 @@ class Updater:
 
 
 class TokenStats:
-    """What each token did, of the tokens that take part; kept on the device until a step is over."""
+    """What each token did; kept on the device, and not looked at, until a step is over.
+
+    A micro-batch holds rows with a gradient alone, so that every token of it takes part.
+    """
 
     def __init__(self) -> None:
         self.loss: list[torch.Tensor] = []
@@ -150,19 +153,18 @@ class TokenStats:
         is_first_pass: bool,
     ) -> None:
         """Remember one micro-batch. Clip and ratio count in every pass, the rest in the first."""
-        is_active_R = loss.is_active_T
-        self.clip_side.append(loss.clip_side_T[is_active_R])
-        self.ratio.append(loss.ratio_T[is_active_R])
+        self.clip_side.append(loss.clip_side_T)
+        self.ratio.append(loss.ratio_T)
         if not is_first_pass:
             return
         self.loss.append(loss.loss.detach())
         at_start_R = loss.logprob_T if old_logprob_R is None else old_logprob_R
-        self.gap.append((micro.rollout_logprob_R - at_start_R)[is_active_R])
+        self.gap.append(micro.rollout_logprob_R - at_start_R)
         if ref_logprob_R is not None:  # k3, whichever estimator the loss has: runs with different ones compare
-            log_ratio = (ref_logprob_R - loss.logprob_T)[is_active_R]
+            log_ratio = ref_logprob_R - loss.logprob_T
             self.kl.append(torch.expm1(log_ratio) - log_ratio)
         if loss.entropy_T is not None:
-            self.entropy.append(loss.entropy_T[is_active_R])
+            self.entropy.append(loss.entropy_T)
 
     def metrics(self, *, num_tokens: int, mini_batches: int) -> dict[str, float | int | None]:
         """Means over tokens. Where nothing was trained most are not known, and a key that is left out reads as null."""

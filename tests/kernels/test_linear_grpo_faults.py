@@ -15,7 +15,7 @@ from sparkgrpo.kernels.head_chunks import PAD_ROWS, chunk_rows
 from sparkgrpo.kernels.head_sweep import CUDA_CHUNK_ROWS
 from sparkgrpo.kernels.linear_grpo import GrpoLoss, linear_grpo, linear_grpo_reference
 
-T, V, D = 40, 97, 24
+T, V, D = 40, 96, 24
 PLAIN = GrpoObjective(beta=0.1)
 
 
@@ -301,8 +301,8 @@ BAD_INPUTS = {
     "hidden_TD must be a 2-D tensor, got (2, 20, 24)": {"hidden_TD": torch.zeros(2, 20, D)},
     "hidden_TD must be bfloat16 or float32, got torch.float16; fp16 loses": {"hidden_TD": torch.zeros(T, D).half()},
     "must have one dtype, got torch.bfloat16 and torch.float32": {"hidden_TD": torch.zeros(T, D).bfloat16()},
-    "must have one width D, got (40, 23) and (97, 24)": {"hidden_TD": torch.zeros(T, D - 1)},
-    "weight_VD must have contiguous rows, got strides (1, 97)": {"weight_VD": torch.zeros(D, V).t()},
+    "must have one width D, got (40, 23) and (96, 24)": {"hidden_TD": torch.zeros(T, D - 1)},
+    "weight_VD must have contiguous rows, got strides (1, 96)": {"weight_VD": torch.zeros(D, V).t()},
     "weight_VD must be on cpu like the other inputs, got meta": {"weight_VD": torch.zeros(V, D, device="meta")},
     "target_id_T must have shape [40], one value a row, got (39,)": {"target_id_T": torch.zeros(39, dtype=torch.int64)},
     "target_id_T must be int32 or int64, got torch.float32": {"target_id_T": torch.zeros(T)},
@@ -313,7 +313,7 @@ BAD_INPUTS = {
     "temperature must be finite and above 0, got 0.0": {"temperature": 0.0},
     "temperature of every row that counts must be above 0, got -1.0": {"temperature": torch.full((T,), -1.0)},
     "temperature must be a number or a float32 tensor [T], got str": {"temperature": "1"},
-    "num_valid must be an int in [1, 97] (len(tokenizer)), got 98": {"num_valid": 98},
+    "num_valid must be an int in [1, 96] (len(tokenizer)), got 97": {"num_valid": 97},
     "chunk_tokens must be None or a positive number of rows, got 0": {"chunk_tokens": 0},
     "ratio 'sequence' needs cu_seqlens_S1": {"objective": GrpoObjective(ratio="sequence")},
     "cu_seqlens_S1 must be int32 of shape [S + 1], got torch.int64": {"cu_seqlens_S1": torch.tensor([0, T])},
@@ -323,7 +323,7 @@ BAD_INPUTS = {
     "active_idx_N must be int32 row numbers [N], got torch.bool": {"active_idx_N": torch.ones(T, dtype=torch.bool)},
     "got 'chunkd'; did you mean 'chunked'?": {"design": "chunkd"},
     "design 'anchored' is made of Triton tiles, which serve CUDA, got tensors on cpu": {"design": "anchored"},
-    "grad_weight_VD must be contiguous float32 (97, 24)": {"grad_weight_VD": torch.zeros(V, D).double()},
+    "grad_weight_VD must be contiguous float32 (96, 24)": {"grad_weight_VD": torch.zeros(V, D).double()},
     "objective must be a GrpoObjective, got dict": {"objective": {}},
 }
 
