@@ -22,9 +22,9 @@ def device_name(device: torch.device) -> str:
     return f"cpu-{platform.machine()}-{len(os.sched_getaffinity(0))}-cores"
 
 
-def write_result(name: str, device: torch.device, content: Mapping[str, object]) -> Path:
+def write_result(name: str, device: torch.device, content: Mapping[str, object], *, folder: Path = RESULTS) -> Path:
     """Write one result with what it was measured on; returns the path."""
-    path = RESULTS / device_name(device) / f"{name}.json"
+    path = folder / device_name(device) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "name": name,
