@@ -88,10 +88,10 @@ def _prepare_rows(
 
 
 def _exponentials(
-    logits_TV: torch.Tensor, rows: _Rows, start: int, stop: int, want_entropy: bool
-) -> tuple[torch.Tensor, RowStatistics]:
-    """E of rows [start, stop) in a new block, and their statistics; the logits are only read."""
-    z_CV = logits_TV[start:stop, : rows.num_valid].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    logits_TV: torch.Tensor, rows: _Rows, start: int, stop: int, want_entropy: bool, z_CV: torch.Tensor
+) -> RowStatistics:
+    """Makes z_CV, fp32, the E of rows [start, stop); their statistics. The logits are only read."""
+    z_CV.copy_(logits_TV[start:stop, : rows.num_valid])
     if isinstance(rows.inv_temperature, torch.Tensor):
         z_CV *= rows.inv_temperature[start:stop, None]
     elif rows.inv_temperature != 1.0:
@@ -103,7 +103,7 @@ def _exponentials(
     z_CV.clamp_(min=(shift_C - FAR_BELOW)[:, None])
     z_CV.scatter_(1, target_C1, (shift_C - FAR_BELOW)[:, None])
     rest_C, moment_C = exponentiate_(z_CV, shift_C, want_entropy)
-    return z_CV, RowStatistics(shift_C, guess_C, rest_C, rest_C + guess_C.exp(), moment_C)
+    return RowStatistics(shift_C, guess_C, rest_C, rest_C + guess_C.exp(), moment_C)
 
 
 def _row_ranges(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
@@ -111,12 +111,20 @@ def _row_ranges(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
+def _block(logits_TV: torch.Tensor, ranges: list[tuple[int, int]], num_columns: int) -> torch.Tensor:
+    """One fp32 buffer for the rows that are handled together; a new one each time would be new pages each time."""
+    num_rows = ranges[0][1] - ranges[0][0] if ranges else 0
+    return logits_TV.new_empty(num_rows, num_columns, dtype=torch.float32)
+
+
 def _forward_cpu(
     logits_TV: torch.Tensor, rows: _Rows, want_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     logprob_T, entropy_T, lse_T = (logits_TV.new_zeros(len(logits_TV), dtype=torch.float32) for _ in range(3))
-    for start, stop in _row_ranges(len(logits_TV), rows.num_valid):
-        _, stats = _exponentials(logits_TV, rows, start, stop, want_entropy)
+    ranges = _row_ranges(len(logits_TV), rows.num_valid)
+    block_CV = _block(logits_TV, ranges, rows.num_valid)
+    for start, stop in ranges:
+        stats = _exponentials(logits_TV, rows, start, stop, want_entropy, block_CV[: stop - start])
         logprob_T[start:stop], lse_T[start:stop] = stats.logprob(), stats.lse()
         if want_entropy:
             entropy_T[start:stop] = stats.entropy()
@@ -130,17 +138,22 @@ def _backward_cpu(
     logits_TV: torch.Tensor, rows: _Rows, g_T: torch.Tensor | None, h_T: torch.Tensor | None
 ) -> torch.Tensor:
     """The exponentials are made again: forward keeps nothing of their size."""
-    dlogits_TV = torch.zeros_like(logits_TV, memory_format=torch.contiguous_format)
-    inv_temperature = rows.inv_temperature
-    for start, stop in _row_ranges(len(logits_TV), rows.num_valid):
-        exp_CV, stats = _exponentials(logits_TV, rows, start, stop, h_T is not None)
+    dlogits_TV = torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
+    dlogits_TV[:, rows.num_valid :] = 0.0
+    inv_temperature, ranges = rows.inv_temperature, _row_ranges(len(logits_TV), rows.num_valid)
+    block_CV = None if dlogits_TV.dtype == torch.float32 else _block(logits_TV, ranges, rows.num_valid)
+    for start, stop in ranges:
+        out_CV = dlogits_TV[start:stop, : rows.num_valid]
+        exp_CV = out_CV if block_CV is None else block_CV[: stop - start]
+        stats = _exponentials(logits_TV, rows, start, stop, h_T is not None, exp_CV)
         g_C = torch.zeros_like(stats.rest_C) if g_T is None else g_T[start:stop]
         h_C = None if h_T is None else h_T[start:stop]
         finish_exponentials_(exp_CV, rows.target_T[start:stop], stats, g_C, h_C)
         scale_C = (-1.0 if h_T is not None else -g_C) / stats.total_C
         scale_C *= inv_temperature[start:stop] if isinstance(inv_temperature, torch.Tensor) else inv_temperature
-        out_CV = dlogits_TV[start:stop, : rows.num_valid]
-        out_CV.copy_(exp_CV.mul_(scale_C[:, None]))
+        exp_CV *= scale_C[:, None]
+        if exp_CV is not out_CV:
+            out_CV.copy_(exp_CV)
     if rows.is_active_T is not None:
         dlogits_TV.masked_fill_(~rows.is_active_T[:, None], 0.0)
     return dlogits_TV
