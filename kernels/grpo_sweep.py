@@ -18,7 +18,7 @@ import torch
 from sparkgrpo.kernels import dispatch
 from sparkgrpo.kernels.active_rows import check_active_idx, check_cu_seqlens, find_active_rows, sequence_lengths
 from sparkgrpo.kernels.grpo_row_loss import GrpoObjective, RowInputs, RowLoss, grpo_row_loss
-from sparkgrpo.kernels.head_chunks import HeadSweep, KnownRows, scatter_rows, take_rows
+from sparkgrpo.kernels.head_chunks import GradientBuffers, HeadSweep, KnownRows, scatter_rows, take_rows
 from sparkgrpo.kernels.head_plan import Design, plan_linear_grpo
 from sparkgrpo.kernels.head_sweep import Statistics, Sweep, open_head_sweep
 from sparkgrpo.kernels.launch import (
@@ -199,14 +199,15 @@ class Gradients:
         self.is_needed = needs_dhidden or needs_dweight
 
     @contextmanager
-    def chunk(self, sweep: Sweep, rows: slice) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
-        """Where a chunk's gradients go: dhidden of its rows, dweight, and whether dweight holds nothing yet."""
+    def chunk(self, sweep: Sweep, rows: slice) -> Iterator[GradientBuffers]:
+        """Where a chunk's gradients go; dhidden is brought to its rows' places afterwards."""
         picked_C = None if sweep.row_idx_N is None else sweep.row_idx_N[rows]
         if self.dhidden_TD is None or picked_C is None:
-            yield None if self.dhidden_TD is None else self.dhidden_TD[rows], self.dweight_VD, self.is_unwritten
+            own_CD = None if self.dhidden_TD is None else self.dhidden_TD[rows]
+            yield GradientBuffers(own_CD, self.dweight_VD, self.is_unwritten)
         else:
             dhidden_CD = self.dhidden_TD.new_empty(rows.stop - rows.start, self.dhidden_TD.shape[1])
-            yield dhidden_CD, self.dweight_VD, self.is_unwritten
+            yield GradientBuffers(dhidden_CD, self.dweight_VD, self.is_unwritten)
             self.dhidden_TD.index_copy_(0, picked_C, dhidden_CD)
         self.is_unwritten = False
 
@@ -242,8 +243,8 @@ def _single_pass(sweep: Sweep, outputs: RowOutputs, gradients: Gradients) -> Non
         loss = outputs.row_loss(start, stop, seq_len_S)
         if gradients.is_needed:
             rows = slice(start, stop)
-            with gradients.chunk(sweep, rows) as (dhidden_CD, dweight_VD, is_first):
-                sweep.gradients(rows, stats, loss.g_C, loss.h_C, dhidden_CD, dweight_VD, is_first=is_first)
+            with gradients.chunk(sweep, rows) as into:
+                sweep.gradients(rows, stats, loss.g_C, loss.h_C, into)
 
 
 def _two_passes(sweep: Sweep, outputs: RowOutputs, gradients: Gradients) -> None:
@@ -265,8 +266,8 @@ def _two_passes(sweep: Sweep, outputs: RowOutputs, gradients: Gradients) -> None
     for start, stop in sweep.chunks():
         rows = slice(start, stop)
         h_C = None if h_N is None else h_N[rows]
-        with gradients.chunk(sweep, rows) as (dhidden_CD, dweight_VD, is_first):
-            sweep.known_gradients(rows, known.rows(rows), g_N[rows], h_C, dhidden_CD, dweight_VD, is_first=is_first)
+        with gradients.chunk(sweep, rows) as into:
+            sweep.known_gradients(rows, known.rows(rows), g_N[rows], h_C, into)
 
 
 def run_sweeps(

@@ -92,6 +92,17 @@ class KnownRows(NamedTuple):
         return KnownRows(self.logprob[picked], entropy, self.lse[picked], self.rest_frac[picked])
 
 
+class GradientBuffers(NamedTuple):
+    """Where the gradients of a chunk go."""
+
+    dhidden_CD: torch.Tensor | None
+    """The chunk's rows, in the operands' dtype, written; None: not wanted."""
+    dweight_VD: torch.Tensor | None
+    """fp32, added to; rows from num_valid on are not touched."""
+    is_first: bool
+    """dweight holds nothing yet, and may be uninitialised: it is written."""
+
+
 def row_blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
     """Rectangles of about BLOCK_ELEMENTS that cover [rows, columns], columns inner."""
     block_columns = min(num_columns, BLOCK_COLUMNS)
@@ -215,15 +226,10 @@ class HeadSweep:
         stats: RowStatistics,
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None:
-        """Writes dhidden of the rows whose exponentials the chunk holds and uses them up; adds to dweight.
-
-        dweight_VD: fp32, rows from num_valid on are not touched; `is_first` writes it where it may be uninitialised.
-        """
+        """The gradients of the rows whose exponentials the chunk holds; it uses them up."""
+        dhidden_CD, dweight_VD, is_first = into
         num, rows_CD = chunk.stop - chunk.start, self._load_rows(chunk.start, chunk.stop)
         finish_exponentials_(self.exp_CV[:num], self.target_N[chunk], stats, g_C, h_C)
         scale_C1 = ((-1.0 if h_C is not None else -g_C) / stats.total_C)[:, None]
@@ -241,14 +247,11 @@ class HeadSweep:
         known: KnownRows,
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None:
         """The gradients of rows that no chunk holds any more, swept again; what is `known` of them serves a GPU."""
         stats = self.exponentials(chunk.start, chunk.stop, h_C is not None)
-        self.gradients(chunk, stats, g_C, h_C, dhidden_CD, dweight_VD, is_first=is_first)
+        self.gradients(chunk, stats, g_C, h_C, into)
 
     def _temperature_is_one(self) -> bool:
         return not isinstance(self.inv_temperature, torch.Tensor) and self.inv_temperature == 1.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from sparkgrpo.kernels import dispatch
-from sparkgrpo.kernels.head_chunks import KnownRows, RowStatistics, open_sweep
+from sparkgrpo.kernels.head_chunks import GradientBuffers, KnownRows, RowStatistics, open_sweep
 
 if TYPE_CHECKING:
     from sparkgrpo.kernels.tile_sweep import SweepStatistics
@@ -39,10 +39,7 @@ class Sweep(Protocol):
         stats: Any,  # noqa: ANN401  the producer's own
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None: ...
     def known_gradients(  # noqa: D102
         self,
@@ -50,10 +47,7 @@ class Sweep(Protocol):
         known: KnownRows,
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None: ...
 
 

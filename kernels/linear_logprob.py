@@ -13,7 +13,7 @@ row, nothing of size T V. Where the loss is known beforehand `linear_grpo` sweep
 
 import torch
 
-from sparkgrpo.kernels.head_chunks import KnownRows, scatter_rows, take_rows
+from sparkgrpo.kernels.head_chunks import GradientBuffers, KnownRows, scatter_rows, take_rows
 from sparkgrpo.kernels.head_sweep import Sweep, open_head_sweep
 from sparkgrpo.kernels.launch import (
     check_chunk_tokens,
@@ -145,9 +145,8 @@ def _linear_logprob_backward(
             chunk = slice(start, stop)
             h_C = None if h_N is None else h_N[chunk]
             dhidden_CD = None if dhidden_ND is None else dhidden_ND[chunk]
-            sweep.known_gradients(
-                chunk, known.rows(chunk), g_N[chunk], h_C, dhidden_CD, dweight_VD, is_first=start == 0
-            )
+            into = GradientBuffers(dhidden_CD, dweight_VD, start == 0)
+            sweep.known_gradients(chunk, known.rows(chunk), g_N[chunk], h_C, into)
     dhidden_TD = empty if dhidden_ND is None else scatter_rows(dhidden_ND, row_idx_N, hidden_TD.shape[0])
     return dhidden_TD, empty.clone() if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sparkgrpo.kernels.head_chunks import KnownRows, take_rows
+from sparkgrpo.kernels.head_chunks import GradientBuffers, KnownRows, take_rows
 from sparkgrpo.kernels.head_row_kernels import CombinedRows, RowAnchors, combine, entropy_gradient, row_exponentials
 from sparkgrpo.kernels.head_sweep import DWEIGHT_BLOCK_ROWS
 from sparkgrpo.kernels.head_tile_kernels import TileOperands, sweep_tiles
@@ -135,15 +135,9 @@ class TileSweep:
         stats: SweepStatistics,
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None:
-        """Writes dhidden of the rows whose exponentials the chunk holds and uses them up; adds to dweight.
-
-        dweight_VD: fp32, rows from num_valid on are not touched; `is_first` writes it where it may be uninitialised.
-        """
+        """The gradients of the rows whose exponentials the chunk holds; it uses them up."""
         exp_CV = self._exp(chunk.stop - chunk.start)
         target_C, inv_tau_C = self.target_N[chunk], self.inv_tau_N[chunk]
         term_C = -stats.rest_C
@@ -157,7 +151,7 @@ class TileSweep:
             term_C = g_C * term_C + torch.where(e_C > 0, h_C * e_C * (logprob_C + entropy_C), 0.0)
             entropy_gradient(exp_CV, target_C, stats.total_C, (g_C.contiguous(), h_C.contiguous(), entropy_C, term_C))
             scale_C = -inv_tau_C / stats.total_C
-        self._products(exp_CV, scale_C[:, None], dhidden_CD, dweight_VD, is_first)
+        self._products(exp_CV, scale_C[:, None], into)
 
     def known_gradients(
         self,
@@ -165,10 +159,7 @@ class TileSweep:
         known: KnownRows,
         g_C: torch.Tensor,
         h_C: torch.Tensor | None,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        *,
-        is_first: bool = False,
+        into: GradientBuffers,
     ) -> None:
         """The gradients of rows whose statistics an earlier sweep left; `known` holds the chunk's."""
         operands = self._load(chunk.start, chunk.stop, has_exp=True)
@@ -181,7 +172,7 @@ class TileSweep:
             term_C = term_C + torch.where(prob_C > 0, h_C * prob_C * (known.logprob + entropy_C), 0.0)
         slopes = (g_C.contiguous(), h_or_0_C, entropy_C, term_C)
         sweep_tiles("gradient", operands, known.lse.contiguous(), tile=self._tile(operands), slopes=slopes)
-        self._products(operands.exp_CV, -self.inv_tau_N[chunk][:, None], dhidden_CD, dweight_VD, is_first)
+        self._products(operands.exp_CV, -self.inv_tau_N[chunk][:, None], into)
 
     def _load(self, start: int, stop: int, *, has_exp: bool) -> TileOperands:
         """The chunk's rows as the kernels take them: packed where rows are picked, zeros where they do not count."""
@@ -253,16 +244,10 @@ class TileSweep:
         row_exponentials(logits_CV, operands.exp_CV, operands.target_C, operands.inv_tau_C, anchors.shift_C, sums_21C)
         return sums_21C
 
-    def _products(
-        self,
-        exp_CV: torch.Tensor,
-        scale_C1: torch.Tensor,
-        dhidden_CD: torch.Tensor | None,
-        dweight_VD: torch.Tensor | None,
-        is_first: bool,
-    ) -> None:
+    def _products(self, exp_CV: torch.Tensor, scale_C1: torch.Tensor, into: GradientBuffers) -> None:
         """dhidden = diag(scale) (E @ weight) and dweight += E^T @ (diag(scale) hidden)."""
         assert self.hidden_CD is not None
+        dhidden_CD, dweight_VD, is_first = into
         if dweight_VD is not None:
             scaled_CD = (self.hidden_CD * scale_C1).to(exp_CV.dtype)
             block_VD = None
