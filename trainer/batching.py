@@ -35,7 +35,16 @@ class TrainBatch:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], rollout: Rollout, advantage_S: torch.Tensor) -> "TrainBatch":
-        """The completions of a rollout with their advantages; one copy to the host."""
+        """The completions of a rollout with their advantages; one copy to the host.
+
+        Raises:
+            ValueError: The rollout drew from a part of the vocabulary.
+        """
+        if rollout.sampling.is_filtered:
+            raise ValueError(
+                f"expected completions drawn from the full softmax, got {rollout.sampling}: the trainer scores under"
+                " all tokens, so a filter would bias every ratio; use top_k, top_p and min_p in evaluations alone"
+            )
         return cls(
             prompts=prompts,
             token_R=rollout.token_T.cpu(),

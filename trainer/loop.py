@@ -141,5 +141,7 @@ class GrpoLoop:
             "t_gen_prefill": rollout.stats.t_prefill_s,
             "t_gen_decode": rollout.stats.t_decode_s,
             "frac_slots_alive": rollout.stats.frac_slots_alive,
+            "decode_gbps": rollout.stats.decode_gbps,
+            "graph_coverage": rollout.stats.graph_coverage,
             **batch_metrics(batch, seen_reasons=self.seen_reasons),
         }

@@ -92,6 +92,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("t_unaccounted", "t_step minus the sum of the phases: the error of the clock", "s"),
     Metric("frac_slots_alive", "decode slots with a row that still ran / all slots of the decode steps", "fraction"),
     Metric("tok_per_s", "completion tokens / t_gen", "tokens/s"),
+    Metric("decode_gbps", "bytes that the decode steps have to move / t_gen_decode", "GB/s"),
+    Metric("graph_coverage", "decode steps that replayed a CUDA graph / all; null on a CPU", "fraction"),
     Metric("mem_peak_bytes", "peak memory of the device; on the CPU, peak resident memory of the process", "bytes"),
 )
 

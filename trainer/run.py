@@ -157,9 +157,11 @@ def build_engine(loaded: LoadedModel, *, max_rows: int, max_new_tokens: int) -> 
     ids = stop_ids(loaded.generation_config, loaded.hf_config, loaded.tokenizer)
     if len(ids) > MAX_STOP_IDS:
         raise UserError(f"{loaded.source}: expected at most {MAX_STOP_IDS} end-of-sequence ids, got {len(ids)}: {ids}")
-    return RolloutEngine(
+    engine = RolloutEngine(
         loaded.model, stop_ids=ids, num_valid=loaded.num_valid, max_rows=max_rows, max_new_tokens=max_new_tokens
     )
+    engine.self_test()
+    return engine
 
 
 def heldout_problems(task: Task, config: Config) -> list[Problem]:

@@ -116,6 +116,50 @@ def run_token_logprob(T: int) -> None:
     torch.stack(full[:2]).sum().backward()
 
 
+def page_pool(*layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of 3 pages and 2 key heads."""
+    pool = torch.zeros(2, *layers, 3, 16, 2, D, dtype=torch.bfloat16)
+    return pool[0], pool[1]
+
+
+def run_paged_attention(B: int) -> None:
+    """Queries that are a slice of a fused projection; scratch that larger batches use, and none."""
+    from sparkgrpo.kernels import paged_attention
+
+    q_BHE, rows = (
+        leaf(B, 6, D).detach()[:, :4],
+        (torch.zeros(B, 20, dtype=torch.int32), torch.ones(B, dtype=torch.int32)),
+    )
+    scratch = paged_attention.AttentionScratch.allocate(
+        max_rows=B + 3, num_heads=4, width=D, num_pages=20, device=torch.device("cpu")
+    )
+    for given in (scratch, None):
+        paged_attention.paged_attention(q_BHE, *page_pool(), *rows, scratch=given)
+
+
+def run_rotate_and_write(B: int) -> None:
+    from sparkgrpo.kernels import kv_cache
+
+    qkv = leaf(B, 8, D).detach().split((4, 2, 2), 1)
+    angle_B1E = torch.zeros(B, 1, D // 2)
+    rows = torch.zeros(B, 20, dtype=torch.int32), torch.ones(B, dtype=torch.int32)
+    kv_cache.rotate_and_write(*qkv, angle_B1E, angle_B1E, *page_pool(), *rows)
+
+
+def run_write_pages(T: int) -> None:
+    from sparkgrpo.kernels import kv_cache
+
+    k_TKE, v_TKE = leaf(T, 8, D).detach()[:, 4:].split(2, 1)
+    kv_cache.write_pages(k_TKE, v_TKE, *page_pool(), torch.zeros(T + 1, dtype=torch.long)[1:])
+
+
+def run_copy_pages(num_copies: int) -> None:
+    from sparkgrpo.kernels import kv_cache
+
+    page_C = torch.zeros(num_copies, dtype=torch.long)
+    kv_cache.copy_pages(*page_pool(4), page_C, page_C)
+
+
 CHUNK_ROWS = 1001
 """So that chunks start at every alignment."""
 
@@ -142,6 +186,22 @@ def run_linear_grpo(T: int, *, design: str) -> None:
         design=design,
     )  # fmt: skip
     result.loss.backward()
+
+
+def run_sample_update(B: int) -> None:
+    """Any number of slots in place of tokens: the first ones of a state, as a bucket runs them."""
+    from sparkgrpo.kernels import sampling
+
+    i32, C = torch.int32, 7
+    sampling.sample_update(
+        torch.zeros(B, 1088), num_valid=1061,
+        token_B=torch.zeros(B, dtype=i32), context_len_B=torch.zeros(B, dtype=i32),
+        prompt_len_B=torch.zeros(B, dtype=i32), row_id_B=torch.zeros(B, dtype=i32), stream_B=torch.zeros(B).long(),
+        out_token_SC=torch.zeros(B + 1, C, dtype=i32), out_logprob_SC=torch.zeros(B + 1, C),
+        num_new_S=torch.zeros(B + 1, dtype=i32), finish_S=torch.zeros(B + 1, dtype=torch.int8),
+        num_alive_1=torch.zeros(1, dtype=i32), seed_1=torch.zeros(1).long(), inv_temperature_1=torch.ones(1),
+        eos_ids_8=torch.zeros(8, dtype=i32), max_new_1=torch.zeros(1, dtype=i32),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -178,10 +238,15 @@ OPERATIONS: list[tuple[str, Callable[[int], None]]] = [
     ("rotary", run_rotary),
     ("adamw", run_adamw),
     ("token_logprob", run_token_logprob),
+    ("paged_attention", run_paged_attention),
+    ("rotate_and_write", run_rotate_and_write),
+    ("write_pages", run_write_pages),
+    ("copy_pages", run_copy_pages),
     ("linear_logprob", run_linear_logprob),
     ("linear_grpo, anchored", functools.partial(run_linear_grpo, design="anchored")),
     ("linear_grpo, chunked", functools.partial(run_linear_grpo, design="chunked")),
     ("linear_grpo, recompute", functools.partial(run_linear_grpo, design="recompute")),
+    ("sample_update", run_sample_update),
 ]
 """A name, and what runs the op for a number of tokens; together they reach every kernel."""
 
@@ -238,8 +303,13 @@ def source_trees() -> dict[str, ast.Module]:
     return {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNELS.glob("*.py"))}
 
 
+ATOMIC = ("sampling_kernels.py", "tl.atomic_add(num_alive_ptr, -1, mask=finish > 0, sem='relaxed')")
+"""The one atomic there may be: it counts rows that finish, in integers, whose order cannot matter."""
+
+
 def faults(file_name: str, tree: ast.Module) -> list[str]:
     """Launches past `launch`, run-time tuning, block pointers and atomics, each with its line."""
+    allowed = {id(x.func) for x in ast.walk(tree) if isinstance(x, ast.Call) and (file_name, ast.unparse(x)) == ATOMIC}
     found = []
     for node in ast.walk(tree):
         place = f"{file_name}:{getattr(node, 'lineno', 0)}"
@@ -247,7 +317,7 @@ def faults(file_name: str, tree: ast.Module) -> list[str]:
             found.append(f"{place}: kernel[grid](...); go through launch, which sets FP fusion")
         elif isinstance(node, ast.Attribute) and node.attr in ("autotune", "make_block_ptr"):
             found.append(f"{place}: {node.attr}; tiles come from a table, operands from descriptors or pointers")
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("atomic_"):
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("atomic_") and id(node) not in allowed:
             found.append(f"{place}: {node.attr}; sums have a fixed order")
     return found
 
@@ -264,6 +334,7 @@ def test_kernels_are_launched_in_one_place_and_neither_tuned_nor_atomic() -> Non
         ("@triton.autotune(configs=[], key=[])\ndef f(): ...", 1),
         ("tl.make_block_ptr(x)", 1),
         ("tl.atomic_add(x, 1)", 1),
+        (ATOMIC[1], 1),
         ("launch(kernel, grid, args, {})", 0),
         ("table[key](x) if False else table[key]", 1),
         ("table[key]", 0),

@@ -11,7 +11,7 @@ from sparkgrpo.profiling import memory
 from sparkgrpo.trainer import budget
 from sparkgrpo.trainer.budget import MemoryPlan, activation_bytes_per_token, plan_evaluation, plan_training
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden
+from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden, rotated
 
 GIB = 1 << 30
 CONFIG = Config(prompts_per_step=4, group_size=8, max_new_tokens=100, eval_problems=20)
@@ -122,7 +122,7 @@ def test_activations_are_an_upper_bound_and_no_tale(
             model,
             torch.zeros(layout.num_tokens, dtype=torch.int64),
             torch.arange(layout.num_tokens),
-            lambda _, q, k, v: prefix_attention(q, k, v, layout),
+            lambda _, qk, v, rope: prefix_attention(*rotated(qk, rope, model.config.num_heads), v, layout),
         )
     assert hidden.requires_grad
     measured = sum(saved.values()) / layout.num_tokens

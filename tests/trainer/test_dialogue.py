@@ -48,6 +48,9 @@ def rollout_of(rows: list[list[int]], finish: list[int]) -> Rollout:
             num_compactions=0,
             num_waves=1,
             frac_slots_alive=1.0,
+            num_decode_bytes=0,
+            graph_coverage=None,
+            t_capture_s=0.0,
         ),
     )
 

@@ -29,7 +29,7 @@ METRIC_KEYS = (
     "clip_frac_low", "clip_frac_high", "ratio_max", "logprob_gap_mean", "logprob_gap_p99", "logprob_gap_max",
     "logprob_gap_signed", "loss", "grad_norm", "frac_params_changed", "frac_tokens_trained", "skipped_steps",
     "num_nonfinite", "t_step", "t_gen_prefill", "t_gen_decode", *PHASES, "t_unaccounted", "frac_slots_alive",
-    "tok_per_s", "mem_peak_bytes",
+    "tok_per_s", "decode_gbps", "graph_coverage", "mem_peak_bytes",
 )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from sparkgrpo.trainer.metrics import PHASES
 from sparkgrpo.trainer.runlog import RunLog, read_run
 
 Make = Callable[..., Any]
-TIMES = {"t_unix_s", "tok_per_s", "mem_peak_bytes", "t_step", "t_unaccounted", "t_gen_prefill", "t_gen_decode", *PHASES}
+TIMES = {"t_unix_s", "tok_per_s", "decode_gbps", "mem_peak_bytes", "t_step", "t_unaccounted", *PHASES}
+TIMES |= {"t_gen_prefill", "t_gen_decode"}
 
 
 def results(steps: list[StepResult]) -> list[tuple[list[tuple[int, ...]], list[float | None], list[float]]]:

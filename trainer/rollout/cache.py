@@ -47,3 +47,7 @@ class Cache(Protocol):
     def end_wave(self) -> None:
         """The wave's results are packed: its memory is free."""
         ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, what a decode step reads and writes."""
+        ...

@@ -8,6 +8,7 @@ Letters: B slots.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,8 @@ class Meter:
     num_waves: int = 0
     num_alive_slots: int = 0
     num_slots: int = 0
+    num_cache_tokens: int = 0
+    """Tokens whose keys and values some step had to read."""
 
     def stepped(self, num_alive: int, num_slots: int) -> None:
         """Count one decode step."""
@@ -39,9 +42,40 @@ class Meter:
         self.num_alive_slots += num_alive
         self.num_slots += num_slots
 
-    def stats(self, num_prompt_tokens: int, num_new_tokens: int) -> RolloutStats:
-        """What the rollout measured."""
+    def read(self, prompt_len_N: Sequence[int], length_NG: torch.Tensor, *, is_shared: bool) -> None:
+        """Count the context that the steps of a finished wave read.
+
+        A row of n tokens took n - 1 steps, the i-th of them over its prompt and i own tokens. is_shared: a prompt is
+        read once for all siblings that still run.
+        """
+        steps_NG = length_NG.long() - 1
+        own = int((steps_NG * (steps_NG + 1) // 2).sum())
+        times_N = steps_NG.amax(1) if is_shared else steps_NG.sum(1)
+        self.num_cache_tokens += own + int((times_N * torch.tensor(prompt_len_N)).sum())
+
+    def stats(
+        self,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        *,
+        weight_bytes: int,
+        logit_bytes: int,
+        token_bytes: int,
+        runner: Runner,
+        has_graphs: bool,
+    ) -> RolloutStats:
+        """What the rollout measured.
+
+        Args:
+            weight_bytes: Read by every step. logit_bytes: Written and read again for every slot. token_bytes: Keys and
+                values of one token in all layers.
+        """
+        num_decode_bytes = self.num_steps * weight_bytes + self.num_slots * logit_bytes
+        num_decode_bytes += self.num_cache_tokens * token_bytes
         return RolloutStats(
+            num_decode_bytes=num_decode_bytes,
+            graph_coverage=runner.num_replayed / max(runner.num_steps, 1) if has_graphs else None,
+            t_capture_s=runner.t_capture_s,
             t_prefill_s=self.t_prefill_s,
             t_decode_s=self.t_decode_s,
             num_prompt_tokens=num_prompt_tokens,
@@ -97,7 +131,7 @@ def decode_in_buckets(
     start, poll, bucket = time.perf_counter(), LatePoll(state.num_alive_1), bucket_for(num_rows, max_rows)
     poll.record()  # behind the prefill, which drew the first token
     num_alive = num_rows
-    for _ in range(max_new_tokens):  # by then every row has met its limit
+    for _ in range(max_new_tokens - 1):  # by then every row has met its limit
         runner.step(bucket)
         meter.stepped(num_alive, bucket)
         poll.record()

@@ -8,41 +8,39 @@ Letters: N prompts, G siblings, S = N G rows (row s = n G + g), T packed complet
 slots.
 """
 
-import itertools
+import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
-from sparkgrpo.kernels.sampling import INVALID
+from sparkgrpo.kernels.sampling import INVALID, Filters
 from sparkgrpo.trainer.model.decoder import Decoder
-from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly
-from sparkgrpo.trainer.rollout.graphs import EagerRunner, Runner
+from sparkgrpo.trainer.rollout.cache import Cache
+from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly, decode_in_buckets
+from sparkgrpo.trainer.rollout.graphs import Capture, EagerRunner, GraphRunner, Runner, cuda_capture
 from sparkgrpo.trainer.rollout.grouped_cache import GroupedCache
+from sparkgrpo.trainer.rollout.paged_cache import PagedCache
+from sparkgrpo.trainer.rollout.pages import PAGE_TOKENS, split_into_waves
 from sparkgrpo.trainer.rollout.prefill import prefill
-from sparkgrpo.trainer.rollout.result import Rollout, Sampling
+from sparkgrpo.trainer.rollout.result import Rollout, RolloutStats, Sampling
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
+SELF_TEST_GAP = 1e-4
+"""Nats by which a replay's log-probs may differ from those of the plain step; they are expected to be equal."""
+ROW_TOKENS_STEP = 256
+"""Room for tokens in a row of a paged cache grows by so many, so that a longer prompt seldom means new buffers."""
+UNLIMITED_PAGES = 1 << 62
 MAX_SIBLINGS = 1 << 16
 MAX_STREAM = 1 << 47
 
 
-def split_into_waves(num_prompts: int, G: int, max_rows: int) -> list[range]:
-    """Ranges of prompts, whole groups, as few and as equal as max_rows allows.
-
-    Raises:
-        ValueError: One group does not fit.
-    """
-    groups_per_wave = max_rows // G
-    if groups_per_wave < 1:
-        raise ValueError(
-            f"expected max_rows of at least one group of {G} completions, got {max_rows}: a group is never split; "
-            "sample fewer completions a prompt or give the rollout more memory"
-        )
-    num_waves = -(-num_prompts // groups_per_wave)
-    bounds = [wave * num_prompts // num_waves for wave in range(num_waves + 1)] if num_waves else [0]
-    return [range(low, high) for low, high in itertools.pairwise(bounds)]
+def print_to_stderr(line: str) -> None:
+    """A line for a person; stdout belongs to the result."""
+    print(line, file=sys.stderr)
 
 
 class RolloutEngine:
@@ -55,6 +53,10 @@ class RolloutEngine:
         max_rows: Most completions that decode together; more go in waves of whole groups.
         max_new_tokens: Most new tokens of any rollout.
         max_context: Longest prompt plus completion, tokens; what the checkpoint was made for where None.
+        cache: "grouped" (a CPU's), "paged" (a GPU's), or "auto": by the model's device.
+        kv_budget_bytes: Most bytes of a paged cache; None: what max_rows rows of the longest context so far take.
+        capture: Makes a graph of a decode step; None: CUDA's on a GPU, no graphs elsewhere.
+        report: Gets a line when decoding has to go on without graphs.
 
     Raises:
         ValueError: num_valid beyond the head, more stop ids than a step compares, or a size below 1.
@@ -69,6 +71,10 @@ class RolloutEngine:
         max_rows: int,
         max_new_tokens: int,
         max_context: int | None = None,
+        cache: Literal["auto", "grouped", "paged"] = "auto",
+        kv_budget_bytes: int | None = None,
+        capture: Capture | None = None,
+        report: Callable[[str], None] = print_to_stderr,
     ) -> None:
         config = model.config
         if not 1 <= num_valid <= config.vocab_size:
@@ -83,8 +89,15 @@ class RolloutEngine:
         self.max_rows = max_rows
         self.max_new_tokens = max_new_tokens
         self.max_context = max_context or min(config.max_position, config.sliding_window or config.max_position)
+        self.is_paged = cache == "paged" or (cache == "auto" and model.device.type == "cuda")
+        self.kv_budget_bytes, self.report = kv_budget_bytes, report
+        self.capture = cuda_capture(model.device) if capture is None and model.device.type == "cuda" else capture
+        self.row_tokens = 0
+        """Tokens that a row of the buffers has room for, prompt included; they grow with the longest asked for."""
         self.head_VD = self._head()
         """Head rows below num_valid, as `finish_step` takes them; those of the rollout that runs."""
+        self.filters: Filters | None = None
+        """Of the rollout that runs."""
         self._state: DecodeState | None = None
         self._runner: Runner | None = None
 
@@ -112,9 +125,15 @@ class RolloutEngine:
         """
         streams = range(len(prompts)) if streams is None else streams
         self._check(prompts, G, sampling, key, streams)
-        waves = split_into_waves(len(prompts), G, self.max_rows)
+        lengths = [len(p) for p in prompts]
+        row_tokens = self._row_tokens_for(max(lengths) + sampling.max_new_tokens)
+        num_pages = self._num_pages(row_tokens) if self.is_paged else UNLIMITED_PAGES
+        waves = split_into_waves(lengths, G, sampling.max_new_tokens, num_pages, self.max_rows)
         self.head_VD = self._head()
-        state, runner = self._ready(max(map(len, prompts)) + sampling.max_new_tokens)
+        state, runner = self._ready(row_tokens)
+        self.filters = _filters(sampling, self.model.device)
+        if self.filters is not None:  # an evaluation's: no graph has them
+            runner = self._eager_runner(state)
         runner.begin()
         meter = Meter()
         pieces = []
@@ -122,8 +141,9 @@ class RolloutEngine:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
             self._begin(state, wave_prompts, wave_streams, G, sampling, key)
             self._prefill(state, wave_prompts, G, sampling, meter)
-            decode_exactly(state, runner, len(wave) * G, meter)
+            self._decode(state, runner, len(wave) * G, sampling, meter)
             pieces.append(_packed_results(state, len(wave) * G))
+            meter.read([len(p) for p in wave_prompts], pieces[-1][2].view(-1, G).cpu(), is_shared=not self.is_paged)
             state.cache.end_wave()
             meter.num_waves += 1
         token_T, logprob_T, length_S, finish_S = (torch.cat(parts) for parts in zip(*pieces, strict=True))
@@ -137,27 +157,115 @@ class RolloutEngine:
             finish_S=finish_S,
             prompt_of_row_S=torch.arange(len(prompts), dtype=torch.int32).repeat_interleave(G),
             sampling=sampling,
-            stats=meter.stats(sum(map(len, prompts)), len(token_T)),
+            stats=self._stats(meter, runner, sum(lengths), len(token_T)),
         )
 
-    def _ready(self, num_tokens: int) -> tuple[DecodeState, Runner]:
-        """Buffers and runner for rows of so many tokens, prompt included; made at first use."""
-        if self._state is None or self._runner is None:
-            state = self._state = allocate_state(
+    def _stats(self, meter: Meter, runner: Runner, num_prompt_tokens: int, num_new_tokens: int) -> RolloutStats:
+        model, head_bytes = self.model, self.head_VD.numel() * self.head_VD.element_size()
+        body = [p for name, p in model.named_parameters() if name not in ("embed_VD", "lm_head_VD")]
+        return meter.stats(
+            num_prompt_tokens,
+            num_new_tokens,
+            weight_bytes=head_bytes + sum(p.numel() * p.element_size() for p in body),
+            logit_bytes=2 * 4 * self.num_valid,
+            token_bytes=page_bytes(model) // PAGE_TOKENS,
+            runner=runner,
+            has_graphs=isinstance(runner, GraphRunner),
+        )
+
+    @torch.no_grad()
+    def self_test(self) -> str | None:
+        """Compare graphs with the plain step on a small rollout; where they differ, go on without graphs.
+
+        Returns:
+            None: they agree, or there are none. Else why not, in one line, which `report` has got too.
+        """
+        if self.capture is None or not self.is_paged:
+            return None
+        sampling = Sampling(max_new_tokens=min(8, self.max_new_tokens))
+        G = min(2, self.max_rows)
+        num_prompts = min(4, self.max_rows // G)
+        prompts = [[(7 * n + i) % self.num_valid for i in range(1 + 5 * n)] for n in range(num_prompts)]
+        by_graph = self.generate(prompts, G, sampling, 1)
+        capture, self.capture, self._runner = self.capture, None, None
+        plain = self.generate(prompts, G, sampling, 1)
+        self.capture, self._runner = capture, None
+        gap = math.inf
+        if by_graph.rows() == plain.rows():
+            gap = float((by_graph.logprob_T - plain.logprob_T).abs().max())
+        if by_graph.stats.graph_coverage == 1.0 and gap <= SELF_TEST_GAP:
+            return None
+        self.capture = None
+        why = f"tokens differ or log-probs by {gap:.1e}" if by_graph.stats.graph_coverage else "a capture failed"
+        line = f"decoding without CUDA graphs, up to several times slower: they failed their self-test ({why})"
+        self.report(line)
+        return line
+
+    def _row_tokens_for(self, num_tokens: int) -> int:
+        """Tokens that a row of the buffers must have room for: those it has, unless more are asked for."""
+        if num_tokens <= self.row_tokens:
+            return self.row_tokens
+        return min(-(-num_tokens // ROW_TOKENS_STEP) * ROW_TOKENS_STEP, self.max_context)
+
+    def _num_pages(self, row_tokens: int) -> int:
+        """Pages of a layer, page 0 included: what all rows take that share nothing, within the budget."""
+        num_pages = 1 + self.max_rows * -(-row_tokens // PAGE_TOKENS)
+        if self.kv_budget_bytes is not None:
+            num_pages = min(num_pages, self.kv_budget_bytes // page_bytes(self.model))
+        return max(num_pages, 1)
+
+    def _ready(self, row_tokens: int) -> tuple[DecodeState, Runner]:
+        """Buffers and runner for rows of so many tokens, prompt included; made at first use, and for longer rows."""
+        if self._state is None or (self.is_paged and row_tokens > self.row_tokens):
+            self._state = self._runner = None  # freed before the larger ones are made
+            self.row_tokens = row_tokens
+            self._state = allocate_state(
                 self.model,
-                lambda _: GroupedCache(
-                    self.model.config,
-                    max_rows=self.max_rows,
-                    max_new_tokens=self.max_new_tokens,
-                    dtype=self.model.dtype,
-                    device=self.model.device,
-                ),
+                self._make_cache,
                 max_rows=self.max_rows,
                 max_new_tokens=self.max_new_tokens,
                 num_valid=self.num_valid,
             )
-            self._runner = EagerRunner(lambda num_slots: decode_step(state, self.model, self.head_VD, num_slots))
+        if self._runner is None:
+            self._runner = self._make_runner(self._state)
         return self._state, self._runner
+
+    def _make_cache(self, context_len_B: torch.Tensor) -> Cache:
+        model = self.model
+        if not self.is_paged:
+            return GroupedCache(
+                model.config, max_rows=self.max_rows, max_new_tokens=self.max_new_tokens, dtype=model.dtype,
+                device=model.device,
+            )  # fmt: skip
+        return PagedCache(
+            model.config,
+            max_rows=self.max_rows,
+            max_tokens=self.row_tokens,
+            num_pages=self._num_pages(self.row_tokens),
+            context_len_B=context_len_B,
+            dtype=model.dtype,
+        )
+
+    def _eager_runner(self, state: DecodeState) -> EagerRunner:
+        return EagerRunner(lambda n: decode_step(state, self.model, self.head_VD, n, self.filters))
+
+    def _make_runner(self, state: DecodeState) -> Runner:
+        def step(num_slots: int) -> None:
+            decode_step(state, self.model, self.head_VD, num_slots)
+
+        def tensors() -> dict[str, torch.Tensor]:
+            return dict(self.model.named_parameters()) | state.tensors() | {"rope": self.model.rope_frequency_E}
+
+        if self.capture is None or not self.is_paged:
+            return self._eager_runner(state)
+        return GraphRunner(step, tensors, state.context_len_B, self.capture, self.report)
+
+    def _decode(self, state: DecodeState, runner: Runner, num_rows: int, sampling: Sampling, meter: Meter) -> None:
+        if self.is_paged:
+            limits = {"max_rows": self.max_rows, "max_new_tokens": sampling.max_new_tokens}
+            decode_in_buckets(state, runner, num_rows, meter, **limits)
+        else:
+            decode_exactly(state, runner, num_rows, meter)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], G: int, sampling: Sampling, key: int, streams: Sequence[int]
@@ -212,6 +320,7 @@ class RolloutEngine:
         device = state.token_B.device
         prompt_len_B = torch.tensor([len(p) for p in prompts], dtype=torch.int32, device=device).repeat_interleave(G)
         stream_N = torch.tensor(streams, dtype=torch.int64, device=device) << 16
+        state.token_B.zero_()  # a parked slot of a bucket is computed too, from a token that exists
         state.context_len_B.zero_()
         state.context_len_B[:num_rows] = prompt_len_B
         state.prompt_len_B[:num_rows] = prompt_len_B
@@ -232,8 +341,23 @@ class RolloutEngine:
         start = time.perf_counter()
         state.cache.begin([len(p) for p in prompts], G, sampling.max_new_tokens)
         last_ND = prefill(self.model, state.cache, prompts)
-        finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), self.head_VD)
+        finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), self.head_VD, self.filters)
         meter.t_prefill_s += time.perf_counter() - start
+
+
+def _filters(sampling: Sampling, device: torch.device) -> Filters | None:
+    """The sampling's filters as tensors, None where it has none."""
+    if not sampling.is_filtered:
+        return None
+    top_k_1 = torch.tensor([sampling.top_k], dtype=torch.int32, device=device)
+    return Filters(top_k_1, *(torch.tensor([p], device=device) for p in (sampling.top_p, sampling.min_p)))
+
+
+def page_bytes(model: Decoder) -> int:
+    """One page of 16 tokens, keys and values, in all layers."""
+    shape = model.config
+    token_numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width
+    return PAGE_TOKENS * token_numbers * model.dtype.itemsize
 
 
 def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ...]:

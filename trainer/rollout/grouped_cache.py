@@ -131,3 +131,8 @@ class GroupedCache:
 
     def end_wave(self) -> None:
         """Buffers stay as they are; the next wave lays them out anew."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, the buffers of own keys and values."""
+        both = {"k_buffers": self.k_buffers, "v_buffers": self.v_buffers}
+        return {f"{name}[{i}]": x for name, buffers in both.items() for i, x in enumerate(buffers)}

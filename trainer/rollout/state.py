@@ -12,10 +12,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from sparkgrpo.kernels.sampling import BLOCK_V
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.rollout.cache import Cache
 
 MAX_STOP_IDS = 8
+LOGIT_COLUMNS = 16
+"""Logits of a row are padded to a multiple: wide loads, and sizes that cuBLAS likes."""
 SLOT_FIELDS = ("token_B", "context_len_B", "prompt_len_B", "row_id_B", "stream_B")
 """What moves when slots are compacted."""
 
@@ -53,15 +56,26 @@ class DecodeState:
     max_new_1: torch.Tensor
     """i32."""
     logits_BV: torch.Tensor
-    """f32 [B, num_valid]: never rounded to bf16."""
+    """f32: never rounded to bf16. Columns from num_valid on are padding, which keeps rows at 64 bytes."""
+    num_valid: int
+    """Vocabulary rows that exist."""
+    top_BN: torch.Tensor
+    """f32: largest logit of each block of 1,024, a kernel's scratch."""
+    sum_BN: torch.Tensor
+    """f32: its sum of exponentials."""
     cache: Cache
 
     def view(self, num_slots: int) -> "DecodeState":
         """The first slots of every tensor that has slots."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in (*SLOT_FIELDS, "logits_BV"):
+        for name in (*SLOT_FIELDS, "logits_BV", "top_BN", "sum_BN"):
             values[name] = values[name][:num_slots]
         return DecodeState(**values)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, all that a decode step reads and writes beside the weights."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in own.items() if isinstance(x, torch.Tensor)} | self.cache.tensors()
 
     def compact(self, num_slots: int, num_kept: int) -> None:
         """Bring the live rows of the first slots, at most num_kept, to the front in order; nothing is read on the host.
@@ -106,6 +120,9 @@ def allocate_state(
         inv_temperature_1=zeros(1, dtype=torch.float32),
         eos_ids_8=zeros(MAX_STOP_IDS),
         max_new_1=zeros(1),
-        logits_BV=zeros(max_rows, num_valid, dtype=torch.float32),
+        logits_BV=zeros(max_rows, -(-num_valid // LOGIT_COLUMNS) * LOGIT_COLUMNS, dtype=torch.float32),
+        num_valid=num_valid,
+        top_BN=zeros(max_rows, -(-num_valid // BLOCK_V), dtype=torch.float32),
+        sum_BN=zeros(max_rows, -(-num_valid // BLOCK_V), dtype=torch.float32),
         cache=make_cache(context_len_B),
     )

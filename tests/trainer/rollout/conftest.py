@@ -1,6 +1,7 @@
 """Small models: random ones of every family with their transformers twins, and ones whose logits are known exactly."""
 
 from collections.abc import Callable
+from functools import partialmethod
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
 from sparkgrpo.trainer.model.families import decoder_config
 from sparkgrpo.trainer.model.weights import state_dict_hf
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
 
 VOCAB_SIZE = 37
 SHAPE = {
@@ -35,6 +37,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SHAPE | {"num_key_value_heads": 4}, sliding_window=None),
 }
 MakeModels = Callable[[torch.dtype], tuple[PreTrainedModel, Decoder]]
+
+
+def run_as_captured(run: Callable[[], None]) -> Callable[[], None]:
+    """In the place of a CUDA capture: two warm-ups and the recorded run, and a replay that runs again."""
+    for _ in range(3):
+        run()
+    return run
+
+
+@pytest.fixture(params=["grouped", "paged", "paged, captured"])
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which cache the engines of a test have, and whether their steps are replayed."""
+    name = request.param.split(",")[0]
+    capture = run_as_captured if request.param.endswith("captured") else None
+    monkeypatch.setattr(RolloutEngine, "__init__", partialmethod(RolloutEngine.__init__, cache=name, capture=capture))
+    return request.param
 
 
 @pytest.fixture(params=FAMILIES)

@@ -15,10 +15,12 @@ from sparkgrpo.kernels.prefix_attention import prefix_attention, tree_layout
 from sparkgrpo.kernels.sampling import sample_update
 from sparkgrpo.trainer.batching import TrainBatch, micro_batches
 from sparkgrpo.trainer.model.decoder import Decoder, decoder_hidden, rotated
-from sparkgrpo.trainer.rollout import grouped_cache, step
+from sparkgrpo.trainer.rollout import graphs, grouped_cache, step
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.score import score
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 MakeModels = Callable[[torch.dtype], tuple[PreTrainedModel, Decoder]]
 NUM_VALID = 33  # of 37 rows of the head
@@ -40,7 +42,7 @@ def force(monkeypatch: pytest.MonkeyPatch, wanted_S: list[list[int]]) -> list[li
         for slot, (row, context_len) in enumerate(rows):
             if context_len > 0:
                 forced_BV[slot, wanted_S[row][len(logits_SLV[row])]] = 1e4
-                logits_SLV[row].append(logits_BV[slot].clone())
+                logits_SLV[row].append(logits_BV[slot, : state["num_valid"]].clone())
         sample_update(forced_BV, **state)
 
     monkeypatch.setattr(step, "sample_update", forcing)
@@ -76,13 +78,14 @@ def packed_logits(model: Decoder) -> list[torch.Tensor]:
 def test_transformers_packed_forward_and_decoding_agree(
     make_models: MakeModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(graphs, "BUCKETS", (2, 4, 6))
     monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", 2)  # the layout of the cache grows twice
     hf_model, model = make_models(torch.float64)
     logits_SLV = force(monkeypatch, COMPLETIONS)
     engine = RolloutEngine(model, stop_ids=(STOP,), num_valid=NUM_VALID, max_rows=8, max_new_tokens=6)
     rollout = engine.generate(PROMPTS, 2, Sampling(max_new_tokens=6), 0)
     assert rollout.rows() == [tuple(c) for c in COMPLETIONS]
-    assert rollout.stats.num_compactions > 1
+    assert rollout.stats.num_compactions > 0
     packed_SLV = packed_logits(model)
     for s, completion in enumerate(COMPLETIONS):
         prompt = PROMPTS[s // 2]
@@ -122,7 +125,7 @@ def test_rollout_logprobs_equal_the_trainers(
     _, model = make_models(torch.float32)
     engine = RolloutEngine(model, stop_ids=(STOP, 7, 10, 21), num_valid=NUM_VALID, max_rows=12, max_new_tokens=16)
     rollout = engine.generate(PROMPTS, 6, Sampling(temperature=temperature, max_new_tokens=16), 3)
-    assert rollout.stats.num_waves == 2 and rollout.stats.num_compactions > 2
+    assert rollout.stats.num_waves == 2 and rollout.stats.num_compactions > 1
     assert len(set(rollout.rows())) > 12
     # fp32 sums of up to 44 terms through two layers; a log-prob at another temperature or position is off by 0.1
     torch.testing.assert_close(trainer_logprobs(model, PROMPTS, rollout), rollout.logprob_T, rtol=0, atol=1e-4)
@@ -146,8 +149,9 @@ def test_bf16_weights_give_logits_that_are_not_rounded_to_bf16(make_models: Make
     hidden_BD = torch.randn(24, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     step.finish_step(hidden_BD, state, engine.head_VD)
     exact_BV = hidden_BD.double() @ model.head_VD[:NUM_VALID].double().T
-    torch.testing.assert_close(state.logits_BV.double(), exact_BV, rtol=0, atol=5e-5)
-    assert (state.logits_BV != state.logits_BV.bfloat16()).float().mean() > 0.9
+    logits_BV = state.logits_BV[:, :NUM_VALID]
+    torch.testing.assert_close(logits_BV.double(), exact_BV, rtol=0, atol=5e-5)
+    assert (logits_BV != logits_BV.bfloat16()).float().mean() > 0.9
 
     rollout = engine.generate(PROMPTS, 6, Sampling(max_new_tokens=16), 3)
     gap = (trainer_logprobs(model, PROMPTS, rollout) - rollout.logprob_T).abs()

@@ -4,18 +4,20 @@ N prompts, G siblings, S = N G rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from sparkgrpo.kernels.sampling import LENGTH, STOP
+from sparkgrpo.trainer.batching import TrainBatch
 from sparkgrpo.trainer.model.decoder import Decoder
-from sparkgrpo.trainer.rollout import decode_loop, grouped_cache, prefill
-from sparkgrpo.trainer.rollout.engine import RolloutEngine, split_into_waves
+from sparkgrpo.trainer.rollout import decode_loop, graphs, grouped_cache, prefill
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.rollout.state import DecodeState
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 MakeExact = Callable[..., Decoder]
 MakeModels = Callable[[torch.dtype], tuple[PreTrainedModel, Decoder]]
@@ -46,11 +48,11 @@ def assert_same(first: Rollout, second: Rollout) -> None:
 @pytest.mark.parametrize("max_rows", [64, 40, 24, 8])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 4, 2, 1), (2, 4), (1,)])
 def test_company_order_and_waves_do_not_change_a_completion(
-    exact_model: MakeExact, order: tuple[int, ...], max_rows: int
+    exact_model: MakeExact, order: tuple[int, ...], max_rows: int, cache: str
 ) -> None:
     model = exact_model()
     whole = make_engine(model).generate(PROMPTS, 8, SAMPLING, 5, streams=STREAMS)
-    assert whole.stats.num_compactions > 2 and 2 < whole.stats.num_steps < 12
+    assert whole.stats.num_compactions > (2 if cache == "grouped" else 0) and 2 < whole.stats.num_steps < 12
     assert len(set(whole.rows())) > 30
     expected = completions(whole, STREAMS, 8)
     streams = [STREAMS[n] for n in order]
@@ -69,19 +71,21 @@ def test_fewer_siblings_are_the_first_of_more(exact_model: MakeExact) -> None:
 
 @pytest.mark.parametrize("frac", [0.0, 0.5, 1.0])
 def test_dropping_finished_rows_changes_nothing(
-    make_models: MakeModels, frac: float, monkeypatch: pytest.MonkeyPatch
+    make_models: MakeModels, frac: float, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The share at which a CPU drops rows; on pages the buckets of a GPU, all of them or one."""
     _, model = make_models(torch.float32)
     stop_ids = (0, 5, 10, 15, 20, 25, 30, 35)
     default = make_engine(model, stop_ids=stop_ids).generate(PROMPTS, 8, SAMPLING, 5)
     monkeypatch.setattr(decode_loop, "FRAC_ALIVE_TO_COMPACT", frac)
+    monkeypatch.setattr(graphs, "BUCKETS", tuple(range(1, 64)) if frac else ())
     other = make_engine(model, stop_ids=stop_ids).generate(PROMPTS, 8, SAMPLING, 5)
     assert other.rows() == default.rows()
     torch.testing.assert_close(other.logprob_T, default.logprob_T, rtol=0, atol=1e-5)
     num_compactions = other.stats.num_compactions
     assert num_compactions == 0 if frac == 0 else num_compactions > 1
-    assert default.stats.num_compactions > 2
-    if frac == 1:
+    assert default.stats.num_compactions > (2 if cache == "grouped" else 0)
+    if frac == 1 and cache == "grouped":
         assert other.stats.frac_slots_alive == 1
 
 
@@ -187,11 +191,13 @@ def test_head_rows_beyond_the_tokenizer_are_never_sampled(exact_model: MakeExact
     assert_same(make_engine(model, num_valid=20).generate(PROMPTS, 8, SAMPLING, 5), valid)
 
 
-def test_stats_count_what_was_done(exact_model: MakeExact) -> None:
+def test_stats_count_what_was_done(exact_model: MakeExact, cache: str) -> None:
     stats = chain(exact_model, [[3], [1, 7], [5], [10]], Sampling(max_new_tokens=6)).stats
     assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_waves) == (5, 24, 1)
-    # after the prefill 6 of 8 rows live, then 4, 2, 2, 2: each time the finished are dropped at once
-    assert (stats.num_steps, stats.num_compactions, stats.frac_slots_alive) == (5, 3, 1.0)
+    # After the prefill 6 of 8 rows live, then 4, 2, 2, 2. The grouped cache drops the finished at once; buckets of 8,
+    # 8, 4, 2 and 2 follow what is known, one step late: 8, 6, 4, 2 and 2.
+    assert stats.num_steps == 5
+    assert (stats.num_compactions, stats.frac_slots_alive) == ((3, 1.0) if cache == "grouped" else (2, 22 / 24))
     assert stats.t_prefill_s > 0 and stats.t_decode_s > 0
 
 
@@ -203,27 +209,17 @@ def state_of(engine: RolloutEngine) -> DecodeState:
     return engine._state
 
 
-def tensors_of(state: DecodeState) -> dict[str, torch.Tensor]:
-    """Every tensor that lives as long as the engine."""
-    tensors = {
-        f.name: getattr(state, f.name) for f in fields(state) if isinstance(getattr(state, f.name), torch.Tensor)
-    }
-    for layer_idx, (k, v) in enumerate(zip(state.cache.k_buffers, state.cache.v_buffers, strict=True)):
-        tensors |= {f"k_buffers[{layer_idx}]": k, f"v_buffers[{layer_idx}]": v}
-    return tensors
-
-
-def test_buffers_never_move(make_models: MakeModels) -> None:
+def test_buffers_never_move(make_models: MakeModels, cache: str) -> None:
     _, model = make_models(torch.float32)
     engine = make_engine(model)
     engine.generate(PROMPTS[:1], 2, SAMPLING, 0)
-    pointers = {name: x.data_ptr() for name, x in tensors_of(state_of(engine)).items()}
-    assert len(pointers) == 15 + 4
+    pointers = {name: x.data_ptr() for name, x in state_of(engine).tensors().items()}
+    assert len(pointers) == 17 + (4 if cache == "grouped" else 6)
     for G, count, waves in ((8, 5, 1), (1, 5, 1), (40, 3, 3)):
         with torch.no_grad():
             model.embed_VD *= 1.01
         assert engine.generate(PROMPTS[:count], G, SAMPLING, 0).stats.num_waves == waves
-        assert {name: x.data_ptr() for name, x in tensors_of(state_of(engine)).items()} == pointers
+        assert {name: x.data_ptr() for name, x in state_of(engine).tensors().items()} == pointers
 
 
 def test_weights_changed_in_place_are_the_ones_used(make_models: MakeModels) -> None:
@@ -244,7 +240,7 @@ def test_what_earlier_rollouts_left_is_not_read(make_models: MakeModels) -> None
     _, model = make_models(torch.float32)
     engine = make_engine(model)
     expected = engine.generate(PROMPTS, 8, SAMPLING, 5)
-    for x in tensors_of(state_of(engine)).values():
+    for x in state_of(engine).tensors().values():
         x.fill_(torch.nan if x.is_floating_point() else 101)
     assert_same(engine.generate(PROMPTS, 8, SAMPLING, 5), expected)
 
@@ -330,23 +326,32 @@ def test_temperatures_without_meaning_are_refused(temperature: float) -> None:
         Sampling(temperature=temperature)
 
 
-def test_options_that_would_bias_training_do_not_exist() -> None:
+def test_options_that_do_not_exist_or_make_no_sense() -> None:
     with pytest.raises(ValueError, match="max_new_tokens of 1 or more, got 0"):
         Sampling(max_new_tokens=0)
-    for name in ("top_p", "top_k", "min_new_tokens", "repetition_penalty"):
+    for name in ("min_new_tokens", "repetition_penalty"):
         with pytest.raises(TypeError, match=name):
             Sampling(**{name: 1})
+    for name, value in (("top_k", -1), ("top_p", 0.0), ("min_p", 1.5)):
+        with pytest.raises(ValueError, match=name):
+            Sampling(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("num_prompts", "G", "max_rows", "sizes"),
-    [(5, 8, 64, [5]), (5, 8, 39, [2, 3]), (5, 8, 8, [1] * 5), (7, 2, 6, [2, 2, 3]), (1, 1, 1, [1]), (8, 4, 16, [4, 4])],
-)
-def test_waves_are_few_equal_and_whole(num_prompts: int, G: int, max_rows: int, sizes: list[int]) -> None:
-    waves = split_into_waves(num_prompts, G, max_rows)
-    assert [len(wave) for wave in waves] == sizes
-    assert [n for wave in waves for n in wave] == list(range(num_prompts))
-    assert max(sizes) * G <= max_rows
+def test_filters_draw_from_what_they_keep_and_cannot_be_trained_on(exact_model: MakeExact) -> None:
+    """trl 6789: a nucleus' log-probs are not the policy's. The next rollout draws from all tokens again."""
+    engine, wide = make_engine(exact_model()), Sampling(max_new_tokens=12)
+    plain = engine.generate(PROMPTS, 8, wide, 5)
+    greedy = engine.generate(PROMPTS, 1, Sampling(max_new_tokens=12, temperature=0.0), 5)
+    one = engine.generate(PROMPTS, 8, Sampling(max_new_tokens=12, top_k=1), 5)
+    # Of equal logits top_k keeps all, so that a row may leave the greedy one where two are equally likely.
+    assert float(one.logprob_T.exp().min()) > 0.2 and len(set(one.rows())) < len(set(plain.rows()))
+    assert greedy.length_S.numel() == 5
+    for options in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}):
+        filtered = engine.generate(PROMPTS, 8, Sampling(max_new_tokens=12, **options), 5)
+        assert filtered.rows() != plain.rows() and bool((filtered.logprob_T <= 0).all())
+        with pytest.raises(ValueError, match="expected completions drawn from the full softmax"):
+            TrainBatch.of(PROMPTS, filtered, torch.zeros(40, dtype=torch.float64))
+    assert_same(engine.generate(PROMPTS, 8, wide, 5), plain)
 
 
 @pytest.mark.parametrize(
