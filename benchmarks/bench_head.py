@@ -53,9 +53,9 @@ def _run(op: str, case: BenchCase, collector: Collector, benchmark) -> None:  # 
         pytest.skip(f"a case for {case.device}")
     if case.is_full and not collector.is_full:
         pytest.skip("a long case: --benchmark-full")
-    comparison = head_comparison(
-        op, case.shape, collector.device, has_peers=case.shape.frac_active == 1.0, is_full=case.is_full
-    )
+    is_small = case.device == "cuda" or case.shape.T <= 512
+    has_peers = case.shape.frac_active == 1.0 and is_small
+    comparison = head_comparison(op, case.shape, collector.device, has_peers=has_peers)
     collector.run(comparison, benchmark)
 
 

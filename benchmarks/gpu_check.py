@@ -1,6 +1,6 @@
-"""The kernels on one GPU, in under four minutes: are they correct, do they repeat, how fast, against whom?
+"""The kernels on one GPU, in under six minutes: are they correct, do they repeat, how fast, against whom?
 
-    python benchmarks/gpu_check.py [--budget 240] [--groups correctness,head]
+    python benchmarks/gpu_check.py [--budget 360] [--groups correctness,head]
 
 Needs this checkout, torch and triton; nothing has to be installed. The most telling groups come first; each is a
 process of its own, so that a fault of the device ends one group alone, and what it had found stays. Results are written
@@ -22,7 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".typings")]  # .typings shows kernels/ as
 
 import torch  # noqa: E402
 
-from benchmarks.gpu_check_items import GROUPS, CheckContext, Finding, run_group  # noqa: E402
+from benchmarks.gpu_check_finding import CheckContext, Finding  # noqa: E402
+from benchmarks.gpu_check_items import GROUPS, run_group  # noqa: E402
 from benchmarks.record import RESULTS, write_result  # noqa: E402
 
 START_S = 10.0
@@ -97,7 +98,7 @@ def run_all(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=360.0, help="seconds for everything")
     parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: tests the script, not the device")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")

@@ -7,16 +7,16 @@ import json
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
 
 from benchmarks.comparison import Comparison, output_errors, run_comparison, sample_s
 from benchmarks.device_probe import copy_gbps, product_tflops
-from benchmarks.head_case import HeadCase, HeadShape, logit_bound, make_head_case
+from benchmarks.gpu_check_decode import decode_rates
+from benchmarks.gpu_check_finding import CheckContext, Finding, Found, Group
+from benchmarks.head_case import HeadCase, logit_bound, make_head_case
 from benchmarks.head_comparison import GRADIENT_BOUND, head_comparison
 from benchmarks.record import write_result
 from benchmarks.small_ops import SMALL_OPS, adamw_comparison, small_comparison
@@ -27,7 +27,8 @@ from sparkgrpo.kernels.linear_grpo import linear_grpo, linear_grpo_reference
 from sparkgrpo.kernels.linear_logprob import linear_logprob
 
 BF16, FP32 = torch.bfloat16, torch.float32
-V_QWEN = 151_936
+V_QWEN, V_QWEN_VALID = 151_936, 151_665
+"""Rows of the head, and len(tokenizer)."""
 OBJECTIVES = {
     "clip k3": GrpoObjective(beta=0.04),
     "clip delta": GrpoObjective(delta=2.0),
@@ -35,61 +36,6 @@ OBJECTIVES = {
     "entropy k1": GrpoObjective(entropy_coef=0.01, beta=0.04, kl="k1"),
     "sequence": GrpoObjective(ratio="sequence", eps_low=0.01, eps_high=0.01),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    group: str
-    item: str
-    ok: bool | None
-    """None: a figure, or something that could not be run here."""
-    text: str
-    figures: Mapping[str, object] = field(default_factory=dict)
-    detail: str = ""
-    """A traceback."""
-
-    def line(self) -> str:
-        mark = {True: "ok   ", False: "WRONG", None: "     "}[self.ok]
-        return f"{mark} {self.item}: {self.text}"
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckContext:
-    """What a group's process was told."""
-
-    device: torch.device
-    is_quick: bool
-    results: Path
-    lines: Path
-    deadline_s: float
-    """On time.monotonic's clock."""
-
-    @property
-    def designs(self) -> tuple[str, ...]:
-        return ("anchored", "chunked", "recompute") if self.device.type == "cuda" else ("auto", "recompute")
-
-    def shape(self, T: int, V: int, D: int, dtype: torch.dtype, frac_active: float = 1.0) -> HeadShape:
-        """The shape, or a tiny one in its place."""
-        if self.is_quick:
-            T, V, D = min(T, 64), min(V, 301), min(D, 48)
-        return HeadShape(T=T, V=V, D=D, dtype=dtype, frac_active=frac_active, seq_tokens=16 if self.is_quick else 64)
-
-
-Found = tuple[str, bool | None, str, Mapping[str, object]]
-Item = Callable[[CheckContext], Iterator[Found]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Items that share a process."""
-
-    items: tuple[Item, ...]
-    limit_s: float
 
 
 def run_group(name: str, context: CheckContext) -> None:
@@ -218,9 +164,13 @@ def _median_s(step: Callable[[], object], device: torch.device) -> float:
 
 
 def gradient_products(context: CheckContext) -> Iterator[Found]:
-    """Do both gradient products keep the bf16 rate when their result is fp32?"""
-    shape = context.shape(4096, V_QWEN, 896, BF16)
-    C, V, D = (64, 301, 48) if context.is_quick else (4096, shape.V, shape.D)
+    """Do both gradient products keep the bf16 rate when their result is fp32, and at an odd vocabulary?"""
+    for V in (301, 296) if context.is_quick else (V_QWEN, V_QWEN_VALID):
+        yield from _gradient_products_at(context, V)
+
+
+def _gradient_products_at(context: CheckContext, V: int) -> Iterator[Found]:
+    C, D = (64, 48) if context.is_quick else (4096, 896)
     exp_CV = torch.rand(C, V, device=context.device).to(BF16)
     rows_CD, weight_VD = (torch.randn(n, D, device=context.device).to(BF16) for n in (C, V))
     for name, a, b in (("dhidden", exp_CV, weight_VD), ("dweight", exp_CV.T, rows_CD)):
@@ -230,7 +180,7 @@ def gradient_products(context: CheckContext) -> Iterator[Found]:
             seconds = _median_s(lambda a=a, b=b, options=options: torch.mm(a, b, **options), context.device)
             rates[f"{str(dtype)[6:]}_tflops"] = 2 * C * V * D / seconds / 1e12
         text = f"bf16 out {rates['bfloat16_tflops']:.1f}, fp32 out {rates['float32_tflops']:.1f} TFLOP/s"
-        yield f"product {name}", None, text, rates
+        yield f"product {name} V {V}", None, text, rates
 
 
 def tile_share(context: CheckContext) -> Iterator[Found]:
@@ -334,6 +284,7 @@ GROUPS = {
     "environment": Group(items=(environment,), limit_s=30),
     "correctness": Group(items=(correctness,), limit_s=60),
     "head": Group(items=(tile_share, gradient_products, host_syncs, bits, peak_bytes), limit_s=60),
+    "decode": Group(items=(decode_rates,), limit_s=100),
     "cases": Group(items=(head_cases,), limit_s=100),
     "small": Group(items=(small_cases,), limit_s=45),
 }

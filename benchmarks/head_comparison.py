@@ -11,9 +11,7 @@ GRADIENT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 PEER_BOUNDS = {"loss": 0.1, "logprob": 1.0, "entropy": 1.0, "dhidden": 0.2, "dweight": 0.2}
 
 
-def head_comparison(
-    op: str, shape: HeadShape, device: torch.device, *, has_peers: bool = True, is_full: bool = False
-) -> Comparison:
+def head_comparison(op: str, shape: HeadShape, device: torch.device, *, has_peers: bool = True) -> Comparison:
     """`op` is linear_grpo or linear_logprob. Without peers: ours, eager and the floor."""
     case = make_head_case(shape, device)
     check_case = case.first_rows(CHECK_ROWS)
@@ -22,7 +20,7 @@ def head_comparison(
     # The entropy is a difference of two moments as large as itself; the loss's terms may cancel.
     bounds = {"loss": 1e-3, "logprob": nats, "entropy": 10 * nats, "dhidden": bound, "dweight": bound}
     if op == "linear_grpo":
-        implementations = grpo_implementations(device, has_peers=has_peers, is_full=is_full)
+        implementations = grpo_implementations(device, has_peers=has_peers)
     else:
         implementations = score_implementations(device, has_peers=has_peers)
     return Comparison(

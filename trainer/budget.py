@@ -25,6 +25,7 @@ HOST_BYTES_PER_TOKEN = 64
 UNKNOWN_BYTES = 1 << 62
 """Stands for the memory of a machine that does not say: nothing is refused there."""
 GIB = 1 << 30
+KV_TERM = "keys and values while decoding"
 
 TRAINING_CURE = (
     "lower --prompts-per-step, --group-size, --max-new-tokens or --tokens-per-micro-batch, set --beta 0, or take a "
@@ -138,7 +139,7 @@ def _usable(model: Decoder, usable: int | None) -> int:
 def _rows(usable: int, terms: dict[str, int], row_bytes: int, *, wanted: int, least: int, cure: str) -> int:
     """Rows that fit beside the other terms, their own term added; refuses fewer than `least`."""
     rows = min(wanted, (usable - sum(terms.values())) // row_bytes)
-    terms["keys and values while decoding"] = row_bytes * max(rows, least)
+    terms[KV_TERM] = row_bytes * max(rows, least)
     if rows < least:
         largest = sorted(terms.items(), key=lambda term: -term[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)

@@ -11,7 +11,7 @@ import torch
 from sparkgrpo.profiling.environment import describe, versions
 from sparkgrpo.profiling.memory import peak_bytes
 from sparkgrpo.profiling.phases import PhaseClock, clock_error
-from sparkgrpo.trainer.budget import plan_evaluation, plan_training
+from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
 from sparkgrpo.trainer.checkpoint import (
     Progress,
     latest_checkpoint,
@@ -116,7 +116,7 @@ def evaluate_command(config: Config) -> dict[str, object]:
     problems = heldout_problems(task, config)
     longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
     plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
-    engine = build_engine(loaded, max_rows=plan.max_rows, max_new_tokens=config.max_new_tokens)
+    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
     row = evaluate(engine, dialogue, task, problems, config).row(0)
     return {
         "model": model_name,
@@ -148,17 +148,22 @@ def build_loop(config: Config, loaded: LoadedModel, task: Task) -> GrpoLoop:
         tokens_per_micro_batch=plan.tokens_per_micro_batch,
         clock=clock,
     )
-    engine = build_engine(loaded, max_rows=plan.max_rows, max_new_tokens=config.max_new_tokens)
+    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
     return GrpoLoop(config, task=task, heldout=heldout, dialogue=dialogue, engine=engine, updater=updater, clock=clock)
 
 
-def build_engine(loaded: LoadedModel, *, max_rows: int, max_new_tokens: int) -> RolloutEngine:
+def build_engine(loaded: LoadedModel, plan: MemoryPlan, *, max_new_tokens: int) -> RolloutEngine:
     """The sampler of a loaded model. `UserError` for a model with more stop ids than it holds."""
     ids = stop_ids(loaded.generation_config, loaded.hf_config, loaded.tokenizer)
     if len(ids) > MAX_STOP_IDS:
         raise UserError(f"{loaded.source}: expected at most {MAX_STOP_IDS} end-of-sequence ids, got {len(ids)}: {ids}")
     engine = RolloutEngine(
-        loaded.model, stop_ids=ids, num_valid=loaded.num_valid, max_rows=max_rows, max_new_tokens=max_new_tokens
+        loaded.model,
+        stop_ids=ids,
+        num_valid=loaded.num_valid,
+        max_rows=plan.max_rows,
+        max_new_tokens=max_new_tokens,
+        kv_budget_bytes=plan.terms[KV_TERM],
     )
     engine.self_test()
     return engine

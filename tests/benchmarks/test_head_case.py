@@ -34,9 +34,9 @@ def test_dead_sequences_have_no_weight(case: HeadCase) -> None:
     assert first.active_idx_N.tolist() == list(range(16))
 
 
-@pytest.mark.parametrize("name", [i.name for i in grpo_implementations(CPU, has_peers=True, is_full=True)])
+@pytest.mark.parametrize("name", [i.name for i in grpo_implementations(CPU, has_peers=True)])
 def test_everybody_computes_the_same(case: HeadCase, name: str) -> None:
-    rows = {i.name: i for i in grpo_implementations(CPU, has_peers=True, is_full=True)}
+    rows = {i.name: i for i in grpo_implementations(CPU, has_peers=True)}
     implementation = rows[name]
     if name == "torch.compile":
         pytest.skip("eager's function, compiled: slow and torch's own business")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparkgrpo.trainer.model.decoder import Decoder
-from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.engine import RolloutEngine, page_bytes
+from sparkgrpo.trainer.rollout.pages import pages_needed
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -70,3 +71,32 @@ def test_longer_prompts_than_before_get_room(exact_model: MakeExact, monkeypatch
         prompts = [[1 + i % 7 for i in range(length)], [9]]
         got = engine.generate(prompts, 4, SAMPLING, 3)
         assert got.rows() == make_engine(model).generate(prompts, 4, SAMPLING, 3).rows()
+
+
+def test_a_weight_that_was_replaced_is_named(exact_model: MakeExact, cache: str) -> None:
+    """vllm 48941, sglang 27140: a graph would go on reading the old storage. Plain steps read the model as it is."""
+    engine = make_engine(model := exact_model())
+    engine.generate(PROMPTS, 4, SAMPLING, 3)
+    with torch.no_grad():
+        model.final_norm_D *= 1.0  # in place: nothing moved
+    engine.generate(PROMPTS, 4, SAMPLING, 3)
+    model.layers[0].qkv_weight = torch.nn.Parameter(model.layers[0].qkv_weight.clone())
+    if cache.endswith("captured"):
+        with pytest.raises(RuntimeError, match=r"these have moved: layers\.0\.qkv_weight"):
+            engine.generate(PROMPTS, 4, SAMPLING, 3)
+    else:
+        engine.generate(PROMPTS, 4, SAMPLING, 3)
+
+
+def test_pages_within_a_budget(exact_model: MakeExact, cache: str) -> None:
+    """A budget that forces waves changes no completion; one that holds no group is refused with what would help."""
+    if cache == "grouped":
+        pytest.skip("has no pages")
+    model = exact_model()
+    whole = make_engine(model).generate(PROMPTS, 4, SAMPLING, 3)
+    one_page = page_bytes(model)
+    budget = 1 + pages_needed([len(p) for p in PROMPTS[:2]], 4, 12)
+    split = make_engine(model, kv_budget_bytes=budget * one_page).generate(PROMPTS, 4, SAMPLING, 3)
+    assert split.stats.num_waves > 1 and split.rows() == whole.rows()
+    with pytest.raises(ValueError, match=r"a group is never split; lower the group size or\s+max_new_tokens"):
+        make_engine(model, kv_budget_bytes=3 * one_page).generate(PROMPTS, 4, SAMPLING, 3)

@@ -25,7 +25,8 @@ from sparkgrpo.trainer.rollout.result import Sampling
 KERNELS = Path(inspect.getfile(dispatch)).parent
 REFUSED_OPS = {
     "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "unique_dim", "_unique2",
-    "bincount", "lift_fresh", "multinomial",
+    "bincount", "lift_fresh", "multinomial", "rand", "randn", "randint", "bernoulli", "uniform_", "normal_",
+    "exponential_",
 }  # fmt: skip
 REFUSED_CALLS = {"item", "tolist", "cpu", "numpy", "nonzero", "print", "float", "int", "bool"}
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9], [7, 9]]
