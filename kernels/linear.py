@@ -67,4 +67,6 @@ def linear(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | N
     is_large = num_multiplications > SMALL_MULTIPLICATIONS and x_TD.dim() == 2
     if not (is_fp32 and is_large and has_onednn_products()):
         return F.linear(x_TD, weight_ND, bias_N)
+    if not torch.is_grad_enabled():
+        return _product(x_TD, weight_ND, bias_N)
     return _Linear.apply(x_TD, weight_ND, bias_N)

@@ -39,17 +39,23 @@ def philox_4x32(
     Returns:
         Four int64 tensors of the broadcast shape, values in [0, 2^32).
     """
-    c0, c1, c2, c3, key0, key1 = (_low_word(x) for x in (c0, c1, c2, c3, key, key >> 32))
-    c0, c2 = torch.as_tensor(c0), torch.as_tensor(c2)
-    for _ in range(NUM_ROUNDS):
+    words = [_low_word(x) for x in (c0, c1, c2, c3, key, key >> 32)]
+    device = next((x.device for x in words if isinstance(x, torch.Tensor)), None)
+    shaped = torch.broadcast_tensors(
+        *(x if isinstance(x, torch.Tensor) else torch.full((), x, device=device) for x in words)
+    )
+    # Both halves of the cipher side by side, half as many calls: even words [c0, c2], odd words [c1, c3].
+    even, odd, key = (torch.stack((shaped[i], shaped[j])) for i, j in ((0, 2), (1, 3), (4, 5)))
+    half = torch.arange(2, device=device).view(2, *(1,) * (even.ndim - 1))
+    multiplier = MULTIPLIER_0 + (MULTIPLIER_1 - MULTIPLIER_0) * half
+    weyl = WEYL_0 + (WEYL_1 - WEYL_0) * half
+    for number in range(NUM_ROUNDS):
         # int64 products wrap modulo 2^64, so both halves are exact. What is only ever xored keeps its upper bits: the
-        # masks stand where those would matter, before the next product.
-        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1 = ((product1 >> 32) ^ c1 ^ key0) & MASK32, product1
-        c2, c3 = ((product0 >> 32) ^ c3 ^ key1) & MASK32, product0
-        key0, key1 = key0 + WEYL_0, key1 + WEYL_1
-    assert isinstance(c1, torch.Tensor) and isinstance(c3, torch.Tensor)  # products of tensors since the first round
-    return c0, c1 & MASK32, c2, c3 & MASK32
+        # mask stands where those would matter, before the next product.
+        product = (even * multiplier).flip(0)
+        even, odd = ((product >> 32) ^ odd ^ (key + number * weyl)) & MASK32, product
+    odd = odd & MASK32
+    return even[0], odd[0], even[1], odd[1]
 
 
 def _low_word(x: torch.Tensor | int) -> torch.Tensor | int:

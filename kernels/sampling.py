@@ -145,21 +145,28 @@ def sample_tokens(
     scale = torch.where(is_greedy, 1.0, inv_temperature_1)
     scale_log2 = scale * LOG2_E
     logits_BV = logits_BV[:, :num_valid].float()
-    top_BN, sum_BN = _block_maxima_and_sums(logits_BV, scale_log2)
-    top_B1 = top_BN.amax(1, keepdim=True)
-    mass_BN = sum_BN * _above(top_BN, top_B1).mul_(scale_log2).exp2_()
     u_block, u_token = draw_uniforms(seed_1, position_B, stream_B)
-    block_B = torch.where(is_greedy, top_BN.argmax(1), _draw(mass_BN, u_block)).clamp_(max=top_BN.shape[1] - 1)
-    width = min(BLOCK_V, num_valid)
-    column_BC = block_B[:, None] * BLOCK_V + torch.arange(width, device=logits_BV.device)
-    x_BC = logits_BV.gather(1, column_BC.clamp(max=num_valid - 1))
-    x_BC.masked_fill_(column_BC >= num_valid, -torch.inf)
-    e_BC = _above(x_BC, top_BN.gather(1, block_B[:, None])).mul_(scale_log2).exp2_()
-    inside_B = torch.where(is_greedy, x_BC.argmax(1), _draw(e_BC, u_token)).clamp_(max=width - 1)
+    if num_valid <= BLOCK_V:  # one block, and nothing to pick among
+        x_BC, first_B = logits_BV, 0
+        top_B1 = x_BC.amax(1, keepdim=True)
+        e_BC = _above(x_BC, top_B1).mul_(scale_log2).exp2_()
+        total_B = e_BC.sum(1)
+    else:
+        top_BN, sum_BN = _block_maxima_and_sums(logits_BV, scale_log2)
+        top_B1 = top_BN.amax(1, keepdim=True)
+        mass_BN = sum_BN * _above(top_BN, top_B1).mul_(scale_log2).exp2_()
+        total_B = mass_BN.sum(1)
+        block_B = torch.where(is_greedy, top_BN.argmax(1), _draw(mass_BN, u_block)).clamp_(max=top_BN.shape[1] - 1)
+        first_B = block_B * BLOCK_V
+        column_BC = first_B[:, None] + torch.arange(BLOCK_V, device=logits_BV.device)
+        x_BC = logits_BV.gather(1, column_BC.clamp(max=num_valid - 1))
+        x_BC.masked_fill_(column_BC >= num_valid, -torch.inf)
+        e_BC = _above(x_BC, top_BN.gather(1, block_B[:, None])).mul_(scale_log2).exp2_()
+    inside_B = torch.where(is_greedy, x_BC.argmax(1), _draw(e_BC, u_token)).clamp_(max=x_BC.shape[1] - 1)
     above_B = x_BC.gather(1, inside_B[:, None])[:, 0] - top_B1[:, 0]
-    logprob_B = above_B * scale - mass_BN.sum(1).log()
+    logprob_B = above_B * scale - total_B.log()
     is_finite = logprob_B.isfinite()
-    token_B = torch.where(is_finite, block_B * BLOCK_V + inside_B, 0)
+    token_B = torch.where(is_finite, first_B + inside_B, 0)
     return token_B, torch.where(is_finite, logprob_B, torch.nan)
 
 

@@ -59,6 +59,7 @@ def test_every_group(tmp_path: Path) -> None:
         "correctness",
         "head",
         "small",
+        "decode",
         "cases",
     }
     ops = {path.stem for path in tmp_path.rglob("*.json")}

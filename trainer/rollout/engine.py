@@ -26,11 +26,14 @@ from sparkgrpo.trainer.rollout.paged_cache import PagedCache
 from sparkgrpo.trainer.rollout.pages import PAGE_TOKENS, split_into_waves
 from sparkgrpo.trainer.rollout.prefill import prefill
 from sparkgrpo.trainer.rollout.result import Rollout, RolloutStats, Sampling
+from sparkgrpo.trainer.rollout.row_cache import RowCache
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
 SELF_TEST_GAP = 1e-4
 """Nats by which a replay's log-probs may differ from those of the plain step; they are expected to be equal."""
+SMALL_KV_WIDTH = 128
+"""Numbers of a token's key in one layer up to which a CPU keeps each row's context in one piece."""
 ROW_TOKENS_STEP = 256
 """Room for tokens in a row of a paged cache grows by so many, so that a longer prompt seldom means new buffers."""
 UNLIMITED_PAGES = 1 << 62
@@ -53,7 +56,7 @@ class RolloutEngine:
         max_rows: Most completions that decode together; more go in waves of whole groups.
         max_new_tokens: Most new tokens of any rollout.
         max_context: Longest prompt plus completion, tokens; what the checkpoint was made for where None.
-        cache: "grouped" (a CPU's), "paged" (a GPU's), or "auto": by the model's device.
+        cache: "grouped" or "rows" (a CPU's, for large and for small models), "paged" (a GPU's), or "auto".
         kv_budget_bytes: Most bytes of a paged cache; None: what max_rows rows of the longest context so far take.
         capture: Makes a graph of a decode step; None: CUDA's on a GPU, no graphs elsewhere.
         report: Gets a line when decoding has to go on without graphs.
@@ -71,7 +74,7 @@ class RolloutEngine:
         max_rows: int,
         max_new_tokens: int,
         max_context: int | None = None,
-        cache: Literal["auto", "grouped", "paged"] = "auto",
+        cache: Literal["auto", "grouped", "rows", "paged"] = "auto",
         kv_budget_bytes: int | None = None,
         capture: Capture | None = None,
         report: Callable[[str], None] = print_to_stderr,
@@ -89,7 +92,8 @@ class RolloutEngine:
         self.max_rows = max_rows
         self.max_new_tokens = max_new_tokens
         self.max_context = max_context or min(config.max_position, config.sliding_window or config.max_position)
-        self.is_paged = cache == "paged" or (cache == "auto" and model.device.type == "cuda")
+        self.cache_kind = _cache_kind(model) if cache == "auto" else cache
+        self.is_paged = self.cache_kind == "paged"
         self.kv_budget_bytes, self.report = kv_budget_bytes, report
         self.capture = cuda_capture(model.device) if capture is None and model.device.type == "cuda" else capture
         self.row_tokens = 0
@@ -143,7 +147,9 @@ class RolloutEngine:
             self._prefill(state, wave_prompts, G, sampling, meter)
             self._decode(state, runner, len(wave) * G, sampling, meter)
             pieces.append(_packed_results(state, len(wave) * G))
-            meter.read([len(p) for p in wave_prompts], pieces[-1][2].view(-1, G).cpu(), is_shared=not self.is_paged)
+            meter.read(
+                [len(p) for p in wave_prompts], pieces[-1][2].view(-1, G).cpu(), is_shared=self.cache_kind == "grouped"
+            )
             state.cache.end_wave()
             meter.num_waves += 1
         token_T, logprob_T, length_S, finish_S = (torch.cat(parts) for parts in zip(*pieces, strict=True))
@@ -232,6 +238,8 @@ class RolloutEngine:
 
     def _make_cache(self, context_len_B: torch.Tensor) -> Cache:
         model = self.model
+        if self.cache_kind == "rows":
+            return RowCache(model.config, dtype=model.dtype, device=model.device)
         if not self.is_paged:
             return GroupedCache(
                 model.config, max_rows=self.max_rows, max_new_tokens=self.max_new_tokens, dtype=model.dtype,
@@ -343,6 +351,14 @@ class RolloutEngine:
         last_ND = prefill(self.model, state.cache, prompts)
         finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), self.head_VD, self.filters)
         meter.t_prefill_s += time.perf_counter() - start
+
+
+def _cache_kind(model: Decoder) -> str:
+    """A GPU's pages; on a CPU by what a step costs: the calls around the keys, or the keys."""
+    if model.device.type == "cuda":
+        return "paged"
+    is_small = model.config.num_kv_heads * model.config.head_width <= SMALL_KV_WIDTH
+    return "rows" if is_small and model.dtype != torch.bfloat16 else "grouped"
 
 
 def _filters(sampling: Sampling, device: torch.device) -> Filters | None:

@@ -46,7 +46,7 @@ def run_as_captured(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-@pytest.fixture(params=["grouped", "paged", "paged, captured"])
+@pytest.fixture(params=["grouped", "rows", "paged", "paged, captured"])
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which cache the engines of a test have, and whether their steps are replayed."""
     name = request.param.split(",")[0]
