@@ -22,10 +22,9 @@ from sparkgrpo.kernels.grpo_row_loss import GrpoObjective
 from sparkgrpo.kernels.head_chunks import BLOCK_ELEMENTS, PRODUCT_ROWS, chunk_rows
 from sparkgrpo.kernels.head_sweep import CUDA_CHUNK_ROWS, CUDA_SCORE_ROWS, DWEIGHT_BLOCK_ROWS
 from sparkgrpo.kernels.launch import check_choice
+from sparkgrpo.kernels.tile_table import SPLIT_COLUMNS
 
 Design = Literal["auto", "anchored", "chunked", "recompute"]
-SPLIT_COLUMNS = 2048
-"""Columns of one partial sum, as in tile_table.py, which needs no Triton but serves it alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
