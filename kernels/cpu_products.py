@@ -11,13 +11,25 @@ Measured, GFLOP/s of one thread (AMD EPYC, 256 x 896 against 16,384 x 896, copie
 M, K, N: rows, summed dimension, columns of any product.
 """
 
+import functools
+
 import torch
 
 
+@functools.cache
 def has_onednn_products() -> bool:
-    """Whether products go to oneDNN: where it was measured to win, on x86 processors with AVX-512."""
-    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return is_wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether products go to oneDNN: where it was measured to win, on x86 processors with AVX-512.
+
+    The operator is no public one: it is tried once, and a torch that has changed it goes on with its own products.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return False
+    a, b = torch.tensor([[2.0, 3.0]]), torch.tensor([[5.0, 7.0], [1.0, 1.0]])
+    try:
+        product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return torch.equal(product, torch.tensor([[31.0, 5.0]]))
 
 
 def product_(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor, *, adds: bool = False) -> None:

@@ -44,3 +44,17 @@ def test_rows_do_not_depend_on_their_number(library: str) -> None:
     product_(whole, a, b)
     product_(part, a[:16], b)
     assert torch.equal(whole[:16], part)
+
+
+@pytest.mark.parametrize("fault", ["missing", "other arguments", "other result"])
+def test_an_operator_that_changed_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is private to torch: one that has gone or means something else leaves the plain products."""
+
+    class Namespace:
+        def __getattr__(self, name: str) -> object:
+            if fault == "missing":
+                raise AttributeError(name)
+            return (lambda a: a) if fault == "other arguments" else (lambda *_: torch.zeros(1, 2))
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Namespace())
+    assert not has_onednn_products.__wrapped__()
