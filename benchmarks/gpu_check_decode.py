@@ -11,7 +11,6 @@ import torch
 from benchmarks.device_probe import copy_gbps
 from benchmarks.gpu_check_finding import CheckContext, Found
 from sparkgrpo.trainer.model.decoder import DecoderConfig
-from sparkgrpo.trainer.model.weights import random_model
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import RolloutStats, Sampling
 
@@ -38,6 +37,8 @@ def _run(engine: RolloutEngine, batch: int, num_new: int, prompt_tokens: int) ->
 
 def decode_rates(context: CheckContext) -> Iterator[Found]:
     """The self-test; then milliseconds a step, tokens a second and GB/s of each batch, by graph and by plain steps."""
+    from sparkgrpo.trainer.model.weights import random_model  # needs transformers, the other groups do not
+
     is_quick, is_cuda = context.is_quick, context.device.type == "cuda"
     config, dtype = (TINY, torch.float32) if is_quick else (QWEN_HALF_B, torch.bfloat16)
     num_new, prompt_tokens = (4, 20) if is_quick else (64, PROMPT_TOKENS)
