@@ -10,12 +10,8 @@ M, N, K: rows, vocabulary columns and width of one tile.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-
-Use = Literal["score", "store"]
-"""Statistics alone, or the exponentials are stored too."""
 
 SPLIT_COLUMNS = 2048
 """Columns that one program sweeps; the same for every number of rows, so that a row's sums have one order."""

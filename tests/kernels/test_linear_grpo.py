@@ -247,11 +247,11 @@ def test_active_idx_names_the_rows_that_count() -> None:
 
 
 @pytest.mark.usefixtures("producer")
-def test_row_loss_is_linear_in_the_token_weights() -> None:
+def test_row_loss_is_linear_in_the_token_weights(is_triton: bool) -> None:
     """trl 5619, Liger 1082: 3 and 97 tokens give the same apart and together, because normalisers are data."""
     case, objective = make_case(T=100, seed=7), GrpoObjective(beta=0.1)
-    # Products whose sums are exact: the interpreter's round by a row's place, and e^20 makes that seen.
-    case = replace(case, hidden_TD=case.hidden_TD.mul(8).round() / 8, weight_VD=case.weight_VD.mul(32).round() / 32)
+    if is_triton:  # exact sums of products: the interpreter's round by a row's place, and e^20 makes that seen
+        case = replace(case, hidden_TD=case.hidden_TD.mul(8).round() / 8, weight_VD=case.weight_VD.mul(32).round() / 32)
     whole, whole_grads = run(case, objective=objective)
     total, dweight_VD = 0.0, torch.zeros_like(case.weight_VD)
     for part in (slice(0, 3), slice(3, 100)):

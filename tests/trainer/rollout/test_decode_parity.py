@@ -76,7 +76,7 @@ def packed_logits(model: Decoder) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def test_transformers_packed_forward_and_decoding_agree(
-    make_models: MakeModels, monkeypatch: pytest.MonkeyPatch
+    make_models: MakeModels, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "BUCKETS", (2, 4, 6))
     monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", 2)  # the layout of the cache grows twice
@@ -85,7 +85,7 @@ def test_transformers_packed_forward_and_decoding_agree(
     engine = RolloutEngine(model, stop_ids=(STOP,), num_valid=NUM_VALID, max_rows=8, max_new_tokens=6)
     rollout = engine.generate(PROMPTS, 2, Sampling(max_new_tokens=6), 0)
     assert rollout.rows() == [tuple(c) for c in COMPLETIONS]
-    assert rollout.stats.num_compactions > 0
+    assert rollout.stats.num_compactions > (0 if cache.startswith("paged") else 1)
     packed_SLV = packed_logits(model)
     for s, completion in enumerate(COMPLETIONS):
         prompt = PROMPTS[s // 2]
@@ -119,13 +119,13 @@ def trainer_logprobs(model: Decoder, prompts: list[list[int]], rollout: Rollout)
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_rollout_logprobs_equal_the_trainers(
-    make_models: MakeModels, temperature: float, monkeypatch: pytest.MonkeyPatch
+    make_models: MakeModels, temperature: float, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_cache, "FIRST_CAPACITY", 4)
     _, model = make_models(torch.float32)
     engine = RolloutEngine(model, stop_ids=(STOP, 7, 10, 21), num_valid=NUM_VALID, max_rows=12, max_new_tokens=16)
     rollout = engine.generate(PROMPTS, 6, Sampling(temperature=temperature, max_new_tokens=16), 3)
-    assert rollout.stats.num_waves == 2 and rollout.stats.num_compactions > 1
+    assert rollout.stats.num_waves == 2 and rollout.stats.num_compactions > (1 if cache.startswith("paged") else 2)
     assert len(set(rollout.rows())) > 12
     # fp32 sums of up to 44 terms through two layers; a log-prob at another temperature or position is off by 0.1
     torch.testing.assert_close(trainer_logprobs(model, PROMPTS, rollout), rollout.logprob_T, rtol=0, atol=1e-4)
