@@ -1,4 +1,4 @@
-"""The command line: ``sparkgrpo train`` and ``sparkgrpo eval``.
+"""The command line: ``sparkgrpo COMMAND``; here ``train`` and ``eval``, the other commands in commands/.
 
 Every field of `Config` is an option with its docstring as help. argparse rather than a library that builds the
 configuration itself (tyro was tried): values come in layers, so what counts is which options were given; options and
@@ -8,6 +8,7 @@ A person's mistake ends with one message on stderr and exit code 2. PyTorch is i
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from sparkgrpo.trainer.config import GROUP_BASELINES, Config, UserError, choices, field_types, is_optional
 from sparkgrpo.trainer.dashboard import make_view
 from sparkgrpo.trainer.hostile_text import visible_text
+from sparkgrpo.trainer.option_parser import OptionParser, new_parser, parse_options
 from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
 
@@ -77,7 +79,7 @@ def _overview() -> str:
 
 
 def _train(arguments: list[str]) -> int:
-    options = _parse(_train_parser(), arguments)
+    options = parse_options(_train_parser(), arguments)
     config_file = options.pop("config", None)
     config, user_set, notes = _settled(options, None if config_file is None else str(config_file))
     if not config.resume:
@@ -107,7 +109,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    config, _, notes = _settled(_parse(_eval_parser(), arguments), None)
+    config, _, notes = _settled(parse_options(_eval_parser(), arguments), None)
     from sparkgrpo.trainer.run import evaluate_command
 
     print("\n".join(notes[:1]), flush=True)
@@ -166,33 +168,8 @@ def _new_run_dir(config: Config) -> str:
     return name if number == 1 else f"{name}_{number}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are `UserError`s."""
-
-    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise UserError(message.removeprefix("argument "))
-
-
-def _new_parser(command: str, summary: str) -> _Parser:
-    return _Parser(
-        prog=f"sparkgrpo {command}",
-        usage=f"sparkgrpo {command} [OPTIONS]",
-        description=summary,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=_help_width()),
-    )
-
-
-def _help_width() -> int:
-    try:
-        return min(os.get_terminal_size().columns, 120)
-    except OSError:
-        return 100  # not a terminal
-
-
-def _train_parser() -> _Parser:
-    parser = _new_parser("train", _COMMANDS["train"][1])
+def _train_parser() -> OptionParser:
+    parser = new_parser("train", _COMMANDS["train"][1])
     parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; options given here win over it")
     for title, names in SECTIONS:
         group = parser.add_argument_group(title)
@@ -201,8 +178,8 @@ def _train_parser() -> _Parser:
     return parser
 
 
-def _eval_parser() -> _Parser:
-    parser = _new_parser("eval", _COMMANDS["eval"][1])
+def _eval_parser() -> OptionParser:
+    parser = new_parser("eval", _COMMANDS["eval"][1])
     for name in _EVAL_FIELDS.split():
         short = ("--temperature",) if name == "eval_temperature" else ()  # there is no other temperature here
         _add_option(parser, name, *short, f"--{name.replace('_', '-')}")
@@ -229,27 +206,20 @@ def _metavar(kind: object) -> str:
     return "INT" if kind is int else "TEXT" if kind is str else "NUMBER|none" if is_optional(kind) else "NUMBER"
 
 
-def _parse(parser: _Parser, arguments: list[str]) -> dict[str, object]:
-    """What was given, by field name, not yet converted. --max_new_tokens is the same as --max-new-tokens."""
-    known, unknown = parser.parse_known_args([_with_dashes(argument) for argument in arguments])
-    if unknown:
-        word = next((word for word in unknown if word.startswith("-")), unknown[0])
-        kind = "option" if word.startswith("-") else "argument"
-        options = [option for action in parser._actions for option in action.option_strings]
-        hint = nearest(word.partition("=")[0], options) or f"; {parser.prog} --help lists the options"
-        raise UserError(f"unknown {kind} {word!r}{hint}")
-    return vars(known)
-
-
-def _with_dashes(argument: str) -> str:
-    option, equals, value = argument.partition("=")
-    return option.replace("_", "-") + equals + value if option.startswith("--") else argument
-
-
 def _command_list() -> str:
     return ", ".join(_COMMANDS)
 
 
+def _in_module(name: str) -> Callable[[list[str]], int]:
+    """The ``main`` of ``commands/<name>.py``, imported when it is called: no command pays for another's imports."""
+
+    def run(arguments: list[str]) -> int:
+        return importlib.import_module(f"sparkgrpo.trainer.commands.{name}").main(arguments)
+
+    return run
+
+
+# In the order of `sparkgrpo --help`. A command of its own file: "watch": (_in_module("watch"), "...").
 _COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "Train a model with GRPO on a task whose answers can be checked."),
     "eval": (_evaluate, "Measure a model's accuracy on held-out problems."),
