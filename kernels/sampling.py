@@ -28,6 +28,7 @@ Bytes: the logits once, and 1,024 of them again (4 V B); the torch path also one
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from sparkgrpo.kernels import dispatch
 from sparkgrpo.kernels.philox import draw_uniforms
@@ -40,6 +41,7 @@ LOG2_E = 1.4426950408889634
 MASS_UNIT = 2.0**-40
 """Of a running mass: 1,024 blocks of 1,024 tokens sum to 2^60 at most, and what is smaller is beyond a 24-bit word."""
 UNIFORM_BITS = 24
+RUN_COLUMNS = 32
 MAX_COLUMNS = 1 << 20
 NUM_STOP_IDS = 8
 
@@ -97,20 +99,26 @@ def filter_logits_(
 
 
 def _draw(mass_BC: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """First index whose running mass exceeds uniform * total: int64 [B], the number of columns where there is no mass.
+    """First index whose running mass exceeds uniform * total: int64 [B], one beyond the columns where there is no mass.
 
-    mass_BC: fp32, at most 1,024 each. The products with the total's halves are exact in int64.
+    mass_BC: fp32, at most 1,024 each. The products with the total's halves are exact in int64, and so are the sums:
+    first over runs of 32 columns, then inside one of them, since torch's running sum takes 3 ns an element.
     """
-    running_BC = (mass_BC / MASS_UNIT).long().cumsum(1)
-    u_B, total_B = (uniform_B * 2.0**UNIFORM_BITS).long(), running_BC[:, -1]
+    padded_BC = F.pad(mass_BC * (1 / MASS_UNIT), (0, -mass_BC.shape[1] % RUN_COLUMNS)).long()
+    mass_BRC = padded_BC.unflatten(1, (-1, RUN_COLUMNS))
+    running_BR = mass_BRC.sum(2).cumsum(1)
+    u_B, total_B = (uniform_B * 2.0**UNIFORM_BITS).long(), running_BR[:, -1]
     low_B = total_B & ((1 << UNIFORM_BITS) - 1)
-    threshold_B = u_B * (total_B >> UNIFORM_BITS) + ((u_B * low_B) >> UNIFORM_BITS)
-    return (running_BC <= threshold_B[:, None]).sum(1)
+    threshold_B1 = (u_B * (total_B >> UNIFORM_BITS) + ((u_B * low_B) >> UNIFORM_BITS))[:, None]
+    run_B1 = torch.searchsorted(running_BR, threshold_B1, right=True).clamp_(max=running_BR.shape[1] - 1)
+    inside_BC = mass_BRC.gather(1, run_B1[..., None].expand(-1, -1, RUN_COLUMNS))[:, 0].cumsum(1)
+    left_B1 = threshold_B1 - running_BR.gather(1, run_B1) + inside_BC[:, -1:]
+    return (run_B1 * RUN_COLUMNS + torch.searchsorted(inside_BC, left_B1, right=True))[:, 0]
 
 
 def _above(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """x - top, -inf where the maximum itself is -inf."""
-    return x - torch.where(top == -torch.inf, 0.0, top)
+    return x - top.masked_fill(top == -torch.inf, 0.0)
 
 
 def _block_maxima_and_sums(logits_BV: torch.Tensor, scale_log2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,12 +139,13 @@ def sample_tokens(
     logits_BV: torch.Tensor,
     *,
     num_valid: int,
-    seed_1: torch.Tensor,
     inv_temperature_1: torch.Tensor,
-    position_B: torch.Tensor,
-    stream_B: torch.Tensor,
+    uniform_2B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row.
+
+    Args:
+        uniform_2B: fp32 [2, B], as `draw_uniforms` makes them: one picks the block, one the token in it.
 
     Returns:
         (token_B int64, logprob_B fp32 under the distribution sampled from; 0 and NaN where logits are not finite).
@@ -145,7 +154,7 @@ def sample_tokens(
     scale = torch.where(is_greedy, 1.0, inv_temperature_1)
     scale_log2 = scale * LOG2_E
     logits_BV = logits_BV[:, :num_valid].float()
-    u_block, u_token = draw_uniforms(seed_1, position_B, stream_B)
+    u_block, u_token = uniform_2B.unbind()
     if num_valid <= BLOCK_V:  # one block, and nothing to pick among
         x_BC, first_B = logits_BV, 0
         top_B1 = x_BC.amax(1, keepdim=True)
@@ -168,6 +177,21 @@ def sample_tokens(
     is_finite = logprob_B.isfinite()
     token_B = torch.where(is_finite, first_B + inside_B, 0)
     return token_B, torch.where(is_finite, logprob_B, torch.nan)
+
+
+def result_uniforms(
+    seed_1: torch.Tensor, prompt_len_S: torch.Tensor, stream_S: torch.Tensor, num_new: int
+) -> torch.Tensor:
+    """The draws of the first num_new places of every row at once: fp32 [2, S, num_new], bit for bit those of a step.
+
+    Args:
+        seed_1: i64. prompt_len_S: i32. stream_S: i64.
+
+    A step on a CPU is as long as its number of torch calls; drawn a step at a time, ten rounds of Philox were a fifth
+    of them.
+    """
+    position_SC = prompt_len_S[:, None] + torch.arange(num_new, device=prompt_len_S.device)
+    return torch.stack(draw_uniforms(seed_1, position_SC, stream_S[:, None]))
 
 
 _STATE_DTYPES = {
@@ -203,32 +227,34 @@ def _check_update(logits_BV: torch.Tensor, num_valid: int, state: dict[str, torc
             )
 
 
-def _update_torch(logits_BV: torch.Tensor, num_valid: int, state: dict[str, torch.Tensor]) -> None:
+def _update_torch(
+    logits_BV: torch.Tensor, num_valid: int, state: dict[str, torch.Tensor], uniform_2SC: torch.Tensor | None
+) -> None:
     """The specification of the bookkeeping: a parked slot's writes go to the spare row, or put back what was there."""
     context_len_B, num_new_S, token_B = state["context_len_B"], state["num_new_S"], state["token_B"]
-    is_alive = context_len_B > 0
-    token, logprob = sample_tokens(
-        logits_BV,
-        num_valid=num_valid,
-        seed_1=state["seed_1"],
-        inv_temperature_1=state["inv_temperature_1"],
-        position_B=context_len_B.long(),
-        stream_B=state["stream_B"],
-    )
     spare = len(num_new_S) - 1
-    row = torch.where(is_alive, state["row_id_B"], spare).long()
-    index = torch.where(is_alive, context_len_B - state["prompt_len_B"], 0).long()
+    is_parked = context_len_B == 0
+    row = state["row_id_B"].masked_fill(is_parked, spare).long()
+    index = (context_len_B - state["prompt_len_B"]).masked_fill_(is_parked, 0).long()
+    if uniform_2SC is None:
+        uniform_2B = torch.stack(draw_uniforms(state["seed_1"], context_len_B, state["stream_B"]))
+    else:
+        uniform_2B = uniform_2SC[:, row, index]
+    token, logprob = sample_tokens(
+        logits_BV, num_valid=num_valid, inv_temperature_1=state["inv_temperature_1"], uniform_2B=uniform_2B
+    )
     is_stop = (token[:, None] == state["eos_ids_8"]).any(1)
-    finish = torch.where(is_stop, STOP, torch.where(index + 1 >= state["max_new_1"], LENGTH, RUNNING))
-    finish = torch.where(logprob.isfinite(), finish, INVALID)  # a stop id in the last place is STOP
-    has_finished = is_alive & (finish != RUNNING)
+    num_new = (index + 1).int()
+    finish = (num_new >= state["max_new_1"]).to(torch.int8).mul_(LENGTH)  # RUNNING is 0
+    finish.masked_fill_(is_stop, STOP).masked_fill_(logprob.isnan(), INVALID)  # a stop id in the last place is STOP
+    is_over = finish != RUNNING
     state["out_token_SC"][row, index] = token.int()
     state["out_logprob_SC"][row, index] = logprob
-    num_new_S[row] = (index + 1).int()
-    state["finish_S"][row] = finish.to(torch.int8)
-    token_B.copy_(torch.where(is_alive, token, token_B))
-    context_len_B.copy_(torch.where(is_alive & ~has_finished, context_len_B + 1, 0))
-    state["num_alive_1"].sub_(has_finished.sum())
+    num_new_S[row] = num_new
+    state["finish_S"][row] = finish
+    token_B.copy_(torch.where(is_parked, token_B, token))
+    context_len_B.add_(1).masked_fill_(is_over | is_parked, 0)
+    state["num_alive_1"].sub_((is_over & ~is_parked).sum())
 
 
 def sample_update(
@@ -250,6 +276,7 @@ def sample_update(
     eos_ids_8: torch.Tensor,
     max_new_1: torch.Tensor,
     filters: Filters | None = None,
+    uniform_2SC: torch.Tensor | None = None,
     partials: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Sample a token for every live slot and update the decode state in place; reads nothing on the host.
@@ -264,6 +291,8 @@ def sample_update(
         num_alive_1: i32, lowered by the rows that finish.
         seed_1: i64. inv_temperature_1: fp32, 1/T or 0 for greedy. eos_ids_8: i32, padded with -1. max_new_1: i32.
         filters: Which tokens may be drawn; the log-prob is then that of the filtered softmax, and logits_BV is changed.
+        uniform_2SC: fp32 [2, S + 1, C], the draws of every place of the results where `result_uniforms` has made them
+            beforehand; the kernels make their own, one call a row.
         partials: Two fp32 tensors [B, ceil(num_valid / 1024)] of the kernels, allocated where None.
 
     Raises:
@@ -279,7 +308,7 @@ def sample_update(
     if filters is not None:
         filter_logits_(logits_BV, num_valid=num_valid, inv_temperature_1=inv_temperature_1, filters=filters)
     if not dispatch.runs_triton(logits_BV.device):
-        _update_torch(logits_BV, num_valid, state)
+        _update_torch(logits_BV, num_valid, state, uniform_2SC)
         return
     from sparkgrpo.kernels.sampling_kernels import sample_update_kernels
 

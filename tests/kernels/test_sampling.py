@@ -10,7 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkgrpo.kernels import sampling
-from sparkgrpo.kernels.sampling import BLOCK_V, INVALID, LENGTH, RUNNING, STOP, sample_tokens, sample_update
+from sparkgrpo.kernels.sampling import (
+    BLOCK_V,
+    INVALID,
+    LENGTH,
+    RUNNING,
+    STOP,
+    result_uniforms,
+    sample_tokens,
+    sample_update,
+)
 
 NUM_DRAWS = 50_000
 LAST_UNIFORM = 1 - 2.0**-24
@@ -30,10 +39,12 @@ def draw(
     return sample_tokens(
         logits_BV,
         num_valid=num_valid or logits_BV.shape[1],
-        seed_1=torch.tensor([seed]),
         inv_temperature_1=torch.tensor([1 / temperature if temperature else 0.0]),
-        position_B=torch.full((B,), position),
-        stream_B=torch.arange(B) if stream_B is None else stream_B,
+        uniform_2B=torch.stack(
+            sampling.draw_uniforms(
+                torch.tensor([seed]), torch.full((B,), position), torch.arange(B) if stream_B is None else stream_B
+            )
+        ),
     )
 
 
@@ -265,6 +276,28 @@ def test_scripted_rows_stop_run_out_and_stay_parked() -> None:
     assert (slots.out_logprob_SC[2, 1:] == UNTOUCHED).all() and (slots.out_logprob_SC[3] == UNTOUCHED).all()
     assert slots.out_logprob_SC[:2].abs().max() < 1e-6
     assert slots.token_B.tolist() == [9, 2, 1, 0], "the last token of each row; a parked slot keeps its own"
+
+
+def test_draws_made_beforehand_are_those_of_each_step() -> None:
+    """Three rows of their own prompt and stream, slots in another order than rows, until the limit."""
+    kept = []
+    for is_beforehand in (False, True):
+        slots = make_slots(3)
+        slots.prompt_len_B.copy_(torch.tensor([5, 2, 9]))
+        slots.context_len_B.copy_(slots.prompt_len_B)
+        slots.row_id_B.copy_(torch.tensor([2, 0, 1]))
+        uniform_2SC = None
+        if is_beforehand:
+            by_row = torch.argsort(slots.row_id_B)
+            uniform_2SC = torch.full((2, 4, 4), torch.nan)
+            uniform_2SC[:, :3] = result_uniforms(slots.seed_1, slots.prompt_len_B[by_row], slots.stream_B[by_row], 4)
+            uniform_2SC[:, 3] = 0.0
+        for step in range(4):
+            logits_BV = random_logits(3, 700, seed=step)
+            sample_update(logits_BV, num_valid=700, uniform_2SC=uniform_2SC, **vars(slots))
+        assert slots.num_new_S[:3].tolist() == [4, 4, 4]
+        kept.append((slots.out_token_SC[:3], slots.out_logprob_SC[:3]))
+    assert torch.equal(kept[0][0], kept[1][0]) and torch.equal(kept[0][1], kept[1][1])
 
 
 def test_a_parked_slot_writes_to_the_spare_row_alone() -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from sparkgrpo.kernels.sampling import INVALID, Filters
+from sparkgrpo.kernels.sampling import INVALID, Filters, result_uniforms
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.rollout.cache import Cache
 from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly, decode_in_buckets
@@ -339,6 +339,11 @@ class RolloutEngine:
         state.inv_temperature_1.fill_(1 / sampling.temperature if sampling.temperature else 0.0)
         state.max_new_1.fill_(sampling.max_new_tokens)
         stop_ids = () if sampling.ignore_eos else self.stop_ids
+        if state.uniform_2SC is not None:
+            rows, num_new = slice(0, num_rows), sampling.max_new_tokens
+            state.uniform_2SC[:, rows, :num_new] = result_uniforms(
+                state.seed_1, state.prompt_len_B[rows], state.stream_B[rows], num_new
+            )
         state.eos_ids_8.fill_(-1)
         state.eos_ids_8[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int32, device=device)
 

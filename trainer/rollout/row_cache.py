@@ -18,14 +18,23 @@ from sparkgrpo.trainer.model.decoder import DecoderConfig, Rope, rotated
 
 
 class RowCache:
-    """Keys and values of a wave, [B, K, L, E] a layer. Not for bf16, in which the fused call is ten times as slow."""
+    """Keys and values of a wave, all layers in one tensor. Not for bf16, in which the fused call is ten times as slow.
+
+    A drop of finished rows copies the columns in use to a second buffer, and the two take turns: a fresh one at each
+    drop cost more than the copies, in page faults.
+    """
 
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.num_layers, self.num_kv_heads, self.head_width = config.num_layers, config.num_kv_heads, config.head_width
         self.device = device
-        self.k_rows: list[torch.Tensor] = []
-        self.v_rows: list[torch.Tensor] = []
+        self.kv_Y2BKLE = torch.empty(0, dtype=dtype, device=device)
+        self.other = torch.empty(0, dtype=dtype, device=device)
+        """The buffer that the next drop writes, flat."""
+        self.in_use: tuple[torch.Tensor, ...] = ()
+        """[B, K, columns in use, E]: keys of layer 0, its values, keys of layer 1, ..."""
+        self.newest: tuple[torch.Tensor, ...] = ()
+        """The last of those columns, [B, K, E], in the same order."""
         self.bias_B11L: torch.Tensor | None = None
         """0, or -inf in the columns before a row's prompt; None where all prompts are equally long."""
         self.prompt_len_N: Sequence[int] = ()
@@ -35,14 +44,16 @@ class RowCache:
     def begin(self, prompt_len_N: Sequence[int], G: int, max_new_tokens: int) -> None:
         """Start a wave of G siblings for each prompt, with room for so many new tokens of each."""
         N, longest = len(prompt_len_N), max(prompt_len_N)
-        shape = (N * G, self.num_kv_heads, longest + max_new_tokens, self.head_width)
-        self.k_rows = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.num_layers)]
-        self.v_rows = [torch.zeros_like(x) for x in self.k_rows]
+        num_columns = longest + max_new_tokens
+        shape = (self.num_layers, 2, N * G, self.num_kv_heads, num_columns, self.head_width)
+        self.kv_Y2BKLE = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.other = torch.empty_like(self.kv_Y2BKLE).flatten()
         self.prompt_len_N, self.num_siblings, self.num_columns = prompt_len_N, G, longest
         self.bias_B11L = None
         if min(prompt_len_N) < longest:
+            self.kv_Y2BKLE[..., :longest, :] = 0  # what is masked still has to be a number
             first_B = longest - torch.tensor(prompt_len_N, device=self.device).repeat_interleave(G)
-            is_filler_BL = torch.arange(shape[2], device=self.device) < first_B[:, None]
+            is_filler_BL = torch.arange(num_columns, device=self.device) < first_B[:, None]
             bias_BL = torch.zeros(is_filler_BL.shape, dtype=self.dtype, device=self.device)
             self.bias_B11L = bias_BL.masked_fill_(is_filler_BL, -torch.inf)[:, None, None]
 
@@ -51,7 +62,7 @@ class RowCache:
     ) -> None:
         """A layer's rotated keys and its values of these prompts, packed one after the other."""
         lengths = [self.prompt_len_N[n] for n in prompts]
-        for rows, x_TKE in ((self.k_rows[layer_idx], k_TKE), (self.v_rows[layer_idx], v_TKE)):
+        for rows, x_TKE in zip(self.kv_Y2BKLE[layer_idx], (k_TKE, v_TKE), strict=True):
             for n, x_PKE in zip(prompts, x_TKE.split(lengths), strict=True):
                 siblings = slice(n * self.num_siblings, (n + 1) * self.num_siblings)
                 rows[siblings, :, self.num_columns - len(x_PKE) : self.num_columns] = x_PKE.transpose(0, 1)
@@ -62,13 +73,17 @@ class RowCache:
     def extend(self) -> None:
         """The next column is in use; once a step, before its `attend`."""
         self.num_columns += 1
+        kv = self.kv_Y2BKLE.flatten(0, 1)
+        self.in_use = kv[..., : self.num_columns, :].unbind()
+        self.newest = kv[..., self.num_columns - 1, :].unbind()
 
     def attend(self, layer_idx: int, qk_BJE: torch.Tensor, v_BKE: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Write this step's key and value, then attend: the `attend` of a decode step."""
         q_BHE, k_BKE = rotated(qk_BJE, rope, qk_BJE.shape[1] - self.num_kv_heads)
-        k_BKLE, v_BKLE = (rows[:, :, : self.num_columns] for rows in (self.k_rows[layer_idx], self.v_rows[layer_idx]))
-        k_BKLE[:, :, -1] = k_BKE
-        v_BKLE[:, :, -1] = v_BKE
+        layer = slice(2 * layer_idx, 2 * layer_idx + 2)
+        for column_BKE, x_BKE in zip(self.newest[layer], (k_BKE, v_BKE), strict=True):
+            column_BKE.copy_(x_BKE)
+        k_BKLE, v_BKLE = self.in_use[layer]
         bias = None if self.bias_B11L is None else self.bias_B11L[..., : self.num_columns]
         # A key head's queries stand where other callers have query positions: nothing is repeated for them.
         q_BKRE = q_BHE.unflatten(1, (self.num_kv_heads, -1))
@@ -76,14 +91,18 @@ class RowCache:
 
     def keep(self, slot_B: torch.Tensor) -> None:
         """Forget all rows but those in these slots, ascending."""
-        for rows in (self.k_rows, self.v_rows):
-            rows[:] = [x.index_select(0, slot_B) for x in rows]
+        Y, two, _, K, L, E = self.kv_Y2BKLE.shape
+        kept_Y2BKLE = self.other[: Y * two * len(slot_B) * K * L * E].view(Y, two, len(slot_B), K, L, E)
+        columns = slice(0, self.num_columns)
+        torch.index_select(self.kv_Y2BKLE[..., columns, :], 2, slot_B, out=kept_Y2BKLE[..., columns, :])
+        self.kv_Y2BKLE, self.other = kept_Y2BKLE, self.kv_Y2BKLE.flatten()
         if self.bias_B11L is not None:
             self.bias_B11L = self.bias_B11L.index_select(0, slot_B)
 
     def end_wave(self) -> None:
         """The wave's memory is free."""
-        self.k_rows, self.v_rows, self.bias_B11L = [], [], None
+        self.kv_Y2BKLE, self.other, self.bias_B11L = self.kv_Y2BKLE.new_empty(0), self.other.new_empty(0), None
+        self.in_use = self.newest = ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """None: they live as long as a wave."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from sparkgrpo.kernels import dispatch
 from sparkgrpo.kernels.sampling import BLOCK_V
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.rollout.cache import Cache
@@ -51,6 +52,8 @@ class DecodeState:
     """i64: the key of this rollout."""
     inv_temperature_1: torch.Tensor
     """f32: 1/T, 0 for greedy."""
+    uniform_2SC: torch.Tensor | None
+    """f32 [2, S + 1, C]: the draws of every result place, made as a wave begins; None where the kernels draw."""
     eos_ids_8: torch.Tensor
     """i32, padded with -1."""
     max_new_1: torch.Tensor
@@ -118,6 +121,9 @@ def allocate_state(
         num_alive_1=zeros(1),
         seed_1=zeros(1, dtype=torch.int64),
         inv_temperature_1=zeros(1, dtype=torch.float32),
+        uniform_2SC=None
+        if dispatch.runs_triton(device)
+        else zeros(2, max_rows + 1, max_new_tokens, dtype=torch.float32),
         eos_ids_8=zeros(MAX_STOP_IDS),
         max_new_1=zeros(1),
         logits_BV=zeros(max_rows, -(-num_valid // LOGIT_COLUMNS) * LOGIT_COLUMNS, dtype=torch.float32),

@@ -50,6 +50,7 @@ def finish_step(
         eos_ids_8=view.eos_ids_8,
         max_new_1=view.max_new_1,
         filters=filters,
+        uniform_2SC=view.uniform_2SC,
         partials=(view.top_BN, view.sum_BN),
     )
 
