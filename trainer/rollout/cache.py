@@ -1,7 +1,8 @@
 """What a cache of keys and values offers to prefill and decode step; two kinds exist.
 
-`grouped_cache.py` serves the CPU: it grows and drops rows as the host sees fit. `paged_cache.py` serves the GPU:
-nothing in it moves, allocates or is read on the host while a wave decodes, so that a step can be captured in a graph.
+A CPU's grows and drops rows as the host sees fit: `grouped_cache.py`, and for the few rows of a small model
+`row_cache.py`, between which `shrinking_cache.py` changes over. `paged_cache.py` serves the GPU: nothing in it moves,
+allocates or is read on the host while a wave decodes, so that a step can be captured in a graph.
 
 Letters: B slots, T packed prompt tokens, H query heads, K key heads, J = H + K, E head width.
 """

@@ -27,13 +27,14 @@ from sparkgrpo.trainer.rollout.pages import PAGE_TOKENS, split_into_waves
 from sparkgrpo.trainer.rollout.prefill import prefill
 from sparkgrpo.trainer.rollout.result import Rollout, RolloutStats, Sampling
 from sparkgrpo.trainer.rollout.row_cache import RowCache
+from sparkgrpo.trainer.rollout.shrinking_cache import ShrinkingCache
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS, DecodeState, allocate_state
 from sparkgrpo.trainer.rollout.step import decode_step, finish_step
 
 SELF_TEST_GAP = 1e-4
 """Nats by which a replay's log-probs may differ from those of the plain step; they are expected to be equal."""
 SMALL_KV_WIDTH = 128
-"""Numbers of a token's key in one layer up to which a CPU keeps each row's context in one piece."""
+"""Numbers of a token's key in one layer up to which a CPU keeps the contexts of a few rows in one piece each."""
 ROW_TOKENS_STEP = 256
 """Room for tokens in a row of a paged cache grows by so many, so that a longer prompt seldom means new buffers."""
 UNLIMITED_PAGES = 1 << 62
@@ -56,7 +57,8 @@ class RolloutEngine:
         max_rows: Most completions that decode together; more go in waves of whole groups.
         max_new_tokens: Most new tokens of any rollout.
         max_context: Longest prompt plus completion, tokens; what the checkpoint was made for where None.
-        cache: "grouped" or "rows" (a CPU's, for large and for small models), "paged" (a GPU's), or "auto".
+        cache: "grouped" or "shrinking" (a CPU's, for large and for small models), "rows" (what the latter ends in),
+            "paged" (a GPU's), or "auto".
         kv_budget_bytes: Most bytes of a paged cache; None: what max_rows rows of the longest context so far take.
         capture: Makes a graph of a decode step; None: CUDA's on a GPU, no graphs elsewhere.
         report: Gets a line when decoding has to go on without graphs.
@@ -74,7 +76,7 @@ class RolloutEngine:
         max_rows: int,
         max_new_tokens: int,
         max_context: int | None = None,
-        cache: Literal["auto", "grouped", "rows", "paged"] = "auto",
+        cache: Literal["auto", "grouped", "shrinking", "rows", "paged"] = "auto",
         kv_budget_bytes: int | None = None,
         capture: Capture | None = None,
         report: Callable[[str], None] = print_to_stderr,
@@ -148,7 +150,9 @@ class RolloutEngine:
             self._decode(state, runner, len(wave) * G, sampling, meter)
             pieces.append(_packed_results(state, len(wave) * G))
             meter.read(
-                [len(p) for p in wave_prompts], pieces[-1][2].view(-1, G).cpu(), is_shared=self.cache_kind == "grouped"
+                [len(p) for p in wave_prompts],
+                pieces[-1][2].view(-1, G).cpu(),
+                is_shared=self.cache_kind in ("grouped", "shrinking"),
             )
             state.cache.end_wave()
             meter.num_waves += 1
@@ -241,7 +245,8 @@ class RolloutEngine:
         if self.cache_kind == "rows":
             return RowCache(model.config, dtype=model.dtype, device=model.device)
         if not self.is_paged:
-            return GroupedCache(
+            kind = ShrinkingCache if self.cache_kind == "shrinking" else GroupedCache
+            return kind(
                 model.config, max_rows=self.max_rows, max_new_tokens=self.max_new_tokens, dtype=model.dtype,
                 device=model.device,
             )  # fmt: skip
@@ -363,7 +368,7 @@ def _cache_kind(model: Decoder) -> str:
     if model.device.type == "cuda":
         return "paged"
     is_small = model.config.num_kv_heads * model.config.head_width <= SMALL_KV_WIDTH
-    return "rows" if is_small and model.dtype != torch.bfloat16 else "grouped"
+    return "shrinking" if is_small and model.dtype != torch.bfloat16 else "grouped"
 
 
 def _filters(sampling: Sampling, device: torch.device) -> Filters | None:

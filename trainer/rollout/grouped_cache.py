@@ -84,7 +84,7 @@ class GroupedCache:
     def attend(self, layer_idx: int, qk_BJE: torch.Tensor, v_BKE: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Write this step's key and value, then attend: the `attend` of a decode step."""
         q_BHE, k_BKE = rotated(qk_BJE, rope, qk_BJE.shape[1] - self.num_kv_heads)
-        k_own, v_own = self._own(layer_idx, self.num_rows, self.capacity)
+        k_own, v_own = self.own(layer_idx)
         k_own[..., -1] = k_BKE.transpose(0, 1)
         v_own[:, :, -1] = v_BKE.transpose(0, 1)
         return grouped_attention(
@@ -113,6 +113,10 @@ class GroupedCache:
         self.rank_B = torch.arange(len(slot_B), device=slot_B.device) - first_N.repeat_interleave(count_N)
         self.num_ranks = int(count_N.max())
 
+    def own(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's own keys [K, B, E, own_len] and values [K, B, own_len, E], as they lie in the buffers."""
+        return self._own(layer_idx, self.num_rows, self.capacity)
+
     def _own(self, layer_idx: int, num_rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The part in use of a layer's own keys [K, B, E, own_len] and values [K, B, own_len, E], so laid out."""
         K, B, E = self.num_kv_heads, num_rows, self.head_width
@@ -123,7 +127,7 @@ class GroupedCache:
     def _lay_out(self, slot_B: torch.Tensor, capacity: int) -> None:
         """Bring the own keys and values of these slots to the front of the buffers, with this room for each."""
         for layer_idx in range(len(self.k_buffers)):
-            old = self._own(layer_idx, self.num_rows, self.capacity)
+            old = self.own(layer_idx)
             kept = [x.index_select(1, slot_B) for x in old]  # copies: the old layout is overwritten
             for target, x in zip(self._own(layer_idx, len(slot_B), capacity), kept, strict=True):
                 target.copy_(x)

@@ -5,7 +5,7 @@ copied to each of its siblings. Prompts end in the same column, so that new toke
 equally old.
 
 Letters: B slots, N groups (one prompt each), H query heads, K key heads (J = H + K), R = H / K, E head width, L columns
-(longest prompt, then new tokens), T packed prompt tokens.
+(P of prompts, then new tokens), C own tokens, T packed prompt tokens, Y layers; 2: keys, then values.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from sparkgrpo.kernels.prefix_attention import TreeLayout
 from sparkgrpo.trainer.model.decoder import DecoderConfig, Rope, rotated
+from sparkgrpo.trainer.rollout.grouped_cache import GroupedCache
 
 
 class RowCache:
@@ -43,19 +44,40 @@ class RowCache:
 
     def begin(self, prompt_len_N: Sequence[int], G: int, max_new_tokens: int) -> None:
         """Start a wave of G siblings for each prompt, with room for so many new tokens of each."""
-        N, longest = len(prompt_len_N), max(prompt_len_N)
-        num_columns = longest + max_new_tokens
-        shape = (self.num_layers, 2, N * G, self.num_kv_heads, num_columns, self.head_width)
+        longest = max(prompt_len_N)
+        is_filler_BP = None
+        if min(prompt_len_N) < longest:
+            first_B = longest - torch.tensor(prompt_len_N, device=self.device).repeat_interleave(G)
+            is_filler_BP = torch.arange(longest, device=self.device) < first_B[:, None]
+        self._allocate(len(prompt_len_N) * G, longest, max_new_tokens, is_filler_BP)
+        self.prompt_len_N, self.num_siblings = prompt_len_N, G
+        if is_filler_BP is not None:
+            self.kv_Y2BKLE[..., :longest, :] = 0  # what is masked still has to be a number
+
+    def take_over(self, grouped: GroupedCache, max_new_tokens: int) -> None:
+        """Go on with the live rows of another cache, whose prompts end in filler, which is masked here too."""
+        group_B, P = grouped.group_B, grouped.longest_prompt
+        is_filler_BP = None if grouped.is_filler_NP is None else grouped.is_filler_NP[group_B]
+        self._allocate(len(group_B), P, max_new_tokens, is_filler_BP)
+        self.num_columns = P + grouped.own_len
+        for layer_idx, kv_2BKLE in enumerate(self.kv_Y2BKLE[..., : self.num_columns, :]):
+            k_own_KBEC, v_own_KBCE = grouped.own(layer_idx)
+            k_KBEL = torch.cat((grouped.k_prompt[layer_idx][:, group_B], k_own_KBEC), -1)
+            v_KBLE = torch.cat((grouped.v_prompt[layer_idx][:, group_B], v_own_KBCE), 2)
+            kv_2BKLE[0] = k_KBEL.permute(1, 0, 3, 2)
+            kv_2BKLE[1] = v_KBLE.transpose(0, 1)
+
+    def _allocate(self, B: int, P: int, max_new_tokens: int, is_filler_BP: torch.Tensor | None) -> None:
+        """Room for so many rows, and the mask of columns that are no row's own."""
+        shape = (self.num_layers, 2, B, self.num_kv_heads, P + max_new_tokens, self.head_width)
         self.kv_Y2BKLE = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.other = torch.empty_like(self.kv_Y2BKLE).flatten()
-        self.prompt_len_N, self.num_siblings, self.num_columns = prompt_len_N, G, longest
+        self.num_columns = P
         self.bias_B11L = None
-        if min(prompt_len_N) < longest:
-            self.kv_Y2BKLE[..., :longest, :] = 0  # what is masked still has to be a number
-            first_B = longest - torch.tensor(prompt_len_N, device=self.device).repeat_interleave(G)
-            is_filler_BL = torch.arange(num_columns, device=self.device) < first_B[:, None]
-            bias_BL = torch.zeros(is_filler_BL.shape, dtype=self.dtype, device=self.device)
-            self.bias_B11L = bias_BL.masked_fill_(is_filler_BL, -torch.inf)[:, None, None]
+        if is_filler_BP is not None:
+            bias_BL = torch.zeros(B, P + max_new_tokens, dtype=self.dtype, device=self.device)
+            bias_BL[:, :P].masked_fill_(is_filler_BP, -torch.inf)
+            self.bias_B11L = bias_BL[:, None, None]
 
     def write_prompt(
         self, layer_idx: int, prompts: range, k_TKE: torch.Tensor, v_TKE: torch.Tensor, layout: TreeLayout

@@ -18,6 +18,7 @@ from transformers import (
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
 from sparkgrpo.trainer.model.families import decoder_config
 from sparkgrpo.trainer.model.weights import state_dict_hf
+from sparkgrpo.trainer.rollout import shrinking_cache
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 
 VOCAB_SIZE = 37
@@ -46,10 +47,11 @@ def run_as_captured(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-@pytest.fixture(params=["grouped", "rows", "paged", "paged, captured"])
+@pytest.fixture(params=["grouped", "rows", "shrinking", "paged", "paged, captured"])
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which cache the engines of a test have, and whether their steps are replayed."""
     name = request.param.split(",")[0]
+    monkeypatch.setattr(shrinking_cache, "ROWS_AT_MOST", 3)  # so that the rows of a test pass through both kinds
     capture = run_as_captured if request.param.endswith("captured") else None
     monkeypatch.setattr(RolloutEngine, "__init__", partialmethod(RolloutEngine.__init__, cache=name, capture=capture))
     return request.param

@@ -214,7 +214,7 @@ def test_buffers_never_move(make_models: MakeModels, cache: str) -> None:
     engine = make_engine(model)
     engine.generate(PROMPTS[:1], 2, SAMPLING, 0)
     pointers = {name: x.data_ptr() for name, x in state_of(engine).tensors().items()}
-    assert len(pointers) == 18 + {"grouped": 4, "rows": 0}.get(cache, 6)
+    assert len(pointers) == 18 + {"grouped": 4, "shrinking": 4, "rows": 0}.get(cache, 6)
     for G, count, waves in ((8, 5, 1), (1, 5, 1), (40, 3, 3)):
         with torch.no_grad():
             model.embed_VD *= 1.01

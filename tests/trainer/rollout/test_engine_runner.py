@@ -56,7 +56,7 @@ def test_bytes_of_the_decode_steps(exact_model: MakeExact, cache: str) -> None:
     shape = model.config
     token_bytes = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_width
     num_weights = sum(p.numel() for p in model.parameters()) - (0 if shape.tie_embeddings else model.embed_VD.numel())
-    prompts = 1 if cache == "grouped" else 2
+    prompts = 1 if cache in ("grouped", "shrinking") else 2
     assert stats.num_steps == 3
     context = 3 * 20 * prompts + 2 * (1 + 2 + 3)
     assert stats.num_decode_bytes == 3 * 4 * num_weights + 3 * 2 * 8 * shape.vocab_size + context * token_bytes
