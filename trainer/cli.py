@@ -26,15 +26,19 @@ from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
 
 SECTIONS: tuple[tuple[str, str], ...] = (
-    ("what to train", "model task numbers reward preset seed steps"),
-    ("machine", "device precision num_threads tokens_per_micro_batch"),
-    ("rollout", "prompts_per_step group_size max_new_tokens temperature"),
+    ("what to train", "model lora_rank lora_alpha lora_targets task numbers reward preset seed steps"),
+    ("machine", "device precision num_threads tokens_per_micro_batch activation_checkpointing attention"),
+    (
+        "rollout",
+        "prompts_per_step group_size max_new_tokens max_prompt_tokens long_prompts temperature dynamic_sampling "
+        "max_rounds overlong_cache reward_shift",
+    ),
     (
         "objective",
-        "advantage normaliser surrogate ratio eps_low eps_high delta beta kl entropy_coef mask_truncated "
-        "inner_epochs mini_batches",
+        "advantage ddof normaliser surrogate ratio eps_low eps_high delta beta sync_every sync_mix kl entropy_coef "
+        "mask_truncated old_logprobs importance_cap inner_epochs mini_batches",
     ),
-    ("optimiser", "lr lr_schedule warmup_steps adam_beta1 adam_beta2 adam_eps weight_decay max_grad_norm"),
+    ("optimiser", "lr lr_factor lr_schedule warmup_steps adam_beta1 adam_beta2 adam_eps weight_decay max_grad_norm"),
     ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
     ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain"),
 )

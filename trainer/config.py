@@ -11,6 +11,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+from sparkgrpo.trainer.contradictions import contradiction, lora_targets_problem
+
 MIN_TEMPERATURE = 0.05  # that of rollout/engine.py, which loads PyTorch: the command line is checked before that
 GROUP_BASELINES = ("group", "mean", "batch", "rloo")  # advantages that compare a completion with its siblings
 
@@ -67,12 +69,35 @@ class Config:
     max_new_tokens: int = 256
     """Cap on the length of a completion, tokens; at least 1."""
 
+    max_prompt_tokens: int = 0
+    """Longest prompt, tokens; at least 0, and 0 is what the model takes beside max_new_tokens."""
+
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """A training prompt that is too long: "refuse" ends the run with its index; "drop" takes the next problem of the
+    stream and counts it."""
+
     temperature: float = 1.0
     """Sampling temperature of training; at least 0.05."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by fresh problems before the update (DAPO)."""
+
+    max_rounds: int = 3
+    """Rounds of fresh problems in a step with dynamic_sampling, at least 1; the batch then goes on smaller."""
+
+    overlong_cache: float = 0.0
+    """Share of max_new_tokens at its end over which a soft penalty falls from 0 to -1, added to the reward (DAPO: 0.2);
+    0 to 1, and 0 is no penalty."""
+
+    reward_shift: float = 0.0
+    """Added to every reward; with 5, right and wrong pay 6 and 5. A baseline takes it out again."""
 
     advantage: Literal["group", "mean", "batch", "rloo", "none"] = "group"
     """Advantage of a completion. "group": (r - mean) / (std + 1e-4) of its group; "mean": r - mean; "batch": r - mean,
     over the std of the batch; "rloo": r - mean of the siblings; "none": r."""
+
+    ddof: int = 0
+    """Standard deviations of "group" and "batch" divide by n - ddof: 0 is the population's, 1 the sample's (TRL)."""
 
     normaliser: Literal["sequence", "token", "constant"] = "sequence"
     """Weight of a token in the loss: "sequence": 1 / (completions x its length); "token": 1 / all tokens; "constant":
@@ -96,6 +121,12 @@ class Config:
     beta: float = 0.04
     """Weight of the KL penalty to the reference model; at least 0, and 0 keeps no reference at all."""
 
+    sync_every: int = 0
+    """Steps between moves of the reference towards the policy; at least 0, and 0 keeps the reference as it was."""
+
+    sync_mix: float = 1.0
+    """Share of the policy in such a move; above 0, and 1 replaces the reference by the policy."""
+
     kl: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator, with d = reference - policy log-probability: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
 
@@ -105,6 +136,13 @@ class Config:
     mask_truncated: bool = False
     """Leave completions that hit max_new_tokens out of the loss."""
 
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Log-probabilities that the ratio starts from: "trainer" scores them where they are needed; "rollout" takes the
+    sampler's, so that the ratio holds the mismatch between sampler and trainer too."""
+
+    importance_cap: float | None = None
+    """Weight every token by min(trainer / sampler probability, this cap), or none; above 0. Costs one more forward."""
+
     inner_epochs: int = 1
     """Passes over each batch; at least 1. With 1 pass and 1 mini-batch the first ratio is exactly 1."""
 
@@ -113,6 +151,9 @@ class Config:
 
     lr: float = 1e-6
     """Learning rate of AdamW after warm-up; above 0, at most 1."""
+
+    lr_factor: float = 1.0
+    """The learning rate is multiplied by this, wherever lr was set; above 0. For presets."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or falling from step to step and 0 after the last."""
@@ -137,6 +178,22 @@ class Config:
 
     tokens_per_micro_batch: int = 0
     """Packed tokens per forward and backward pass; at least 0, and 0 chooses from the memory there is."""
+
+    activation_checkpointing: bool = False
+    """Keep one hidden state a block and compute blocks again in the backward pass: less memory, a third more time."""
+
+    attention: Literal["sdpa", "flash"] = "sdpa"
+    """Attention of training: PyTorch's, or flash-attn's (extra "flash"; CUDA and bf16)."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters (extra "lora"); at least 0, and 0 trains all weights. Adapters want a larger lr: 1e-5 to
+    1e-4."""
+
+    lora_alpha: float = 32.0
+    """The adapters' product is scaled by lora_alpha / lora_rank; above 0."""
+
+    lora_targets: str = "all-linear"
+    """What gets adapters: "all-linear", or some of q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj."""
 
     eval_every: int = 20
     """Steps between evaluations; at least 0, and 0 evaluates at the two ends only."""
@@ -170,7 +227,9 @@ class Config:
             problem = value_problem(field.name, getattr(self, field.name))
             if problem:
                 raise UserError(f"{field.name}: {problem}")
-        _check_combinations(self)
+        fault = contradiction(self)
+        if fault:
+            raise UserError(fault)
 
 
 def value_problem(name: str, value: object) -> str | None:
@@ -182,6 +241,8 @@ def value_problem(name: str, value: object) -> str | None:
         return f"expected {_RANGES[name].text}, got {value!r}"
     if name == "numbers" and not set(str(value).replace(" ", "").split(",")) <= {"2", "3", "4"}:
         return f'expected 2, 3, 4 or a mix such as "2,3", got {value!r}'
+    if name == "lora_targets":
+        return lora_targets_problem(str(value))
     return None
 
 
@@ -253,15 +314,24 @@ _RANGES = {
     "prompts_per_step": _COUNT,
     "group_size": _Range(1, 1 << 16),
     "max_new_tokens": _COUNT,
+    "max_prompt_tokens": _FROM_ZERO,
     "temperature": _Range(MIN_TEMPERATURE, is_high_in=False),
+    "max_rounds": _COUNT,
+    "overlong_cache": _Range(0, 1),
+    "reward_shift": _Range(-math.inf, is_low_in=False, is_high_in=False),
+    "ddof": _Range(0, 1),
     "eps_low": _Range(0, 1),
     "eps_high": _FROM_ZERO,
     "delta": _POSITIVE,
     "beta": _FINITE,
+    "sync_every": _FROM_ZERO,
+    "sync_mix": _Range(0, 1, is_low_in=False),
+    "importance_cap": _POSITIVE,
     "entropy_coef": _FINITE,
     "inner_epochs": _COUNT,
     "mini_batches": _COUNT,
     "lr": _Range(0, 1, is_low_in=False),
+    "lr_factor": _POSITIVE,
     "warmup_steps": _FROM_ZERO,
     "adam_beta1": _DECAY,
     "adam_beta2": _DECAY,
@@ -269,6 +339,8 @@ _RANGES = {
     "weight_decay": _FINITE,
     "max_grad_norm": _Range(0, is_low_in=False),
     "tokens_per_micro_batch": _FROM_ZERO,
+    "lora_rank": _FROM_ZERO,
+    "lora_alpha": _POSITIVE,
     "eval_every": _FROM_ZERO,
     "eval_problems": _COUNT,
     "eval_temperature": _FINITE,
@@ -276,33 +348,3 @@ _RANGES = {
     "checkpoint_every": _FROM_ZERO,
     "keep_checkpoints": _COUNT,
 }
-
-
-def _check_combinations(config: Config) -> None:
-    if config.group_size == 1 and config.advantage in GROUP_BASELINES:
-        raise UserError(
-            f'group_size: 1 completion has no siblings to compare with, and advantage "{config.advantage}" needs them: '
-            'expected group_size 2 or more, or advantage "none" (preset reinforce)'
-        )
-    if config.prompts_per_step % config.mini_batches:
-        raise UserError(
-            f"mini_batches: expected a divisor of prompts_per_step {config.prompts_per_step}, got {config.mini_batches}"
-        )
-    if config.delta is not None and config.delta <= 1 + config.eps_high:
-        raise UserError(
-            f"delta: expected a bound above 1 + eps_high ({1 + config.eps_high:g}), got {config.delta:g}: "
-            "raise delta or lower eps_high"
-        )
-    if config.delta is not None and config.surrogate != "clip":
-        raise UserError(f'delta: belongs to surrogate "clip", got surrogate "{config.surrogate}": expected delta none')
-    if 0 < config.eval_temperature < MIN_TEMPERATURE:
-        raise UserError(
-            f"eval_temperature: expected 0 (greedy) or at least {MIN_TEMPERATURE}, got {config.eval_temperature}"
-        )
-    if config.warmup_steps >= config.steps and config.lr_schedule != "constant":
-        raise UserError(
-            f"warmup_steps: expected fewer than steps ({config.steps}), got {config.warmup_steps}: "
-            f'the "{config.lr_schedule}" schedule would never begin'
-        )
-    if config.resume and config.run_dir:
-        raise UserError("run_dir: not together with resume, which writes into the folder it goes on with")

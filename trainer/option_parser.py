@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.contradictions import name_elsewhere
 from sparkgrpo.trainer.settings import nearest
 
 
@@ -54,7 +55,11 @@ def parse_options(parser: OptionParser, arguments: Sequence[str]) -> dict[str, o
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
         kind = "option" if word.startswith("-") else "argument"
         options = [option for action in parser._actions for option in action.option_strings]
-        hint = nearest(word.partition("=")[0], options) or f"; {parser.prog} --help lists the options"
+        hint = (
+            name_elsewhere(word)
+            or nearest(word.partition("=")[0], options)
+            or f"; {parser.prog} --help lists the options"
+        )
         raise UserError(f"unknown {kind} {word!r}{hint}")
     return vars(known)
 

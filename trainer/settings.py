@@ -18,13 +18,14 @@ from pathlib import Path
 import yaml
 
 from sparkgrpo.trainer.config import Config, UserError, choices, field_types, is_optional, value_problem
+from sparkgrpo.trainer.contradictions import name_elsewhere
 
 PRESET_FOLDER = Path(__file__).parent / "presets"
 
 # What a resumed run may do differently: how long, how often, on what; never what is learnt from what.
 CHANGEABLE_ON_RESUME = frozenset(
     ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device", "num_threads", "tokens_per_micro_batch")
-) | {"plain"}
+) | {"plain", "activation_checkpointing", "attention"}
 _WITHOUT_EFFECT_ON_RESULTS = frozenset(
     ("run_dir", "resume", "plain", "checkpoint_every", "keep_checkpoints", "num_samples")
 )
@@ -116,7 +117,9 @@ def check_layer(origin: str, layer: Mapping[str, object]) -> dict[str, object]:
     """Check and convert a mapping of settings; ``origin`` is the file, for the message."""
     for key in layer:
         if key not in field_types():
-            raise UserError(f"{origin}: unknown key {key!r}{nearest(str(key), field_types())}")
+            raise UserError(
+                f"{origin}: unknown key {key!r}{name_elsewhere(str(key)) or nearest(str(key), field_types())}"
+            )
     return {name: _converted(name, value, f"{origin}: {name}") for name, value in layer.items()}
 
 
