@@ -54,6 +54,23 @@ class TrainBatch:
             advantage_S=advantage_S,
         )
 
+    def of_prompts(self, is_kept_N: Sequence[bool]) -> "TrainBatch":
+        """The batch of some of the prompts, in their order; the whole batch as it is."""
+        if all(is_kept_N):
+            return self
+        rows = [s for s, n in enumerate(self.prompt_of_row_S) if is_kept_N[n]]
+        new_index = {n: i for i, n in enumerate(n for n, is_kept in enumerate(is_kept_N) if is_kept)}
+        is_kept_S = torch.tensor([is_kept_N[n] for n in self.prompt_of_row_S])
+        is_kept_R = is_kept_S.repeat_interleave(torch.tensor(self.length_S))
+        return TrainBatch(
+            prompts=[self.prompts[n] for n in new_index],
+            token_R=self.token_R[is_kept_R],
+            logprob_R=self.logprob_R[is_kept_R],
+            length_S=tuple(self.length_S[s] for s in rows),
+            prompt_of_row_S=tuple(new_index[self.prompt_of_row_S[s]] for s in rows),
+            advantage_S=self.advantage_S[is_kept_S],
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:

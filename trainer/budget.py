@@ -60,15 +60,19 @@ def plan_training(
         UserError: What is needed, what there is, the largest terms and the options that shrink them.
     """
     usable = _usable(model, usable)
-    num_params = sum(p.numel() for p in model.parameters())
+    has_copy = config.beta > 0 and not config.lora_rank  # under LoRA the reference is the base, which is there
+    # under LoRA: the adapters alone
+    num_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     terms = {
         # an fp32 model is its own master
         "gradients, moments and masters": num_params * (12 if model.dtype.itemsize == 4 else 16),
-        "reference (beta above 0)": num_params * model.dtype.itemsize if config.beta > 0 else 0,
+        "reference (beta above 0)": num_params * model.dtype.itemsize if has_copy else 0,
         "head": head_bytes(config, model, num_valid, config.tokens_per_micro_batch or MAX_MICRO_BATCH_TOKENS),
         "completions of a batch": batch_bytes(config),
     }
-    token_bytes = activation_bytes_per_token(model.config, model.dtype.itemsize)
+    token_bytes = activation_bytes_per_token(
+        model.config, model.dtype.itemsize, recomputes=config.activation_checkpointing
+    )
     tokens = config.tokens_per_micro_batch
     if not tokens:
         rest = max(usable - sum(terms.values()), 0)
@@ -97,10 +101,15 @@ def plan_evaluation(
     return MemoryPlan(max_rows=max_rows, tokens_per_micro_batch=0, terms=terms)
 
 
-def activation_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
-    """Saved for backward by one token: a block's two norms, fused projections, rotation, attention and gated MLP."""
+def activation_bytes_per_token(config: DecoderConfig, itemsize: int, *, recomputes: bool = False) -> int:
+    """Saved for backward by one token: a block's two norms, fused projections, rotation, attention and gated MLP.
+
+    With activation checkpointing: one hidden state a block, and all of one block.
+    """
     heads = (2 * config.num_heads + 4 * config.num_kv_heads) * config.head_width
     saved = 6 * config.width + 3 * heads + 5 * config.ffn_width
+    if recomputes:
+        return itemsize * (config.num_layers * config.width + saved) + 4 * 8 * config.width
     return itemsize * config.num_layers * saved + 4 * 8 * config.width
 
 

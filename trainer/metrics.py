@@ -11,6 +11,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+REWARD_ERROR = "reward_error"
+"""Reason code of a completion whose reward could not be had, in every task."""
 SCHEMA_VERSION = 1
 """``v`` of every line. Keys are added freely; a changed meaning raises it."""
 
@@ -32,6 +34,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("t_unix_s", "time of writing", "s"),
     Metric("num_prompts", "groups in the batch"),
     Metric("group_size", "completions per group, G"),
+    Metric("num_rounds", "rounds of sampling in this step; 1 without dynamic sampling"),
+    Metric(
+        "num_prompts_trained",
+        "groups kept for the update; dynamic sampling that ran out of rounds keeps fewer",
+    ),
+    Metric("num_prompts_dropped", "training prompts passed over so far for being too long"),
     Metric("num_updates", "optimiser updates in this step"),
     Metric("lr", "learning rate of the last update"),
     Metric("num_tokens", "completion tokens of the batch", "tokens"),
@@ -54,6 +62,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "frac_dead_identical", "dead groups of one and the same completion / dead groups; null without any", "fraction"
     ),
+    Metric(
+        "frac_reward_error",
+        "completions whose reward raised or was not finite, unscored, / all",
+        "fraction",
+    ),
     Metric("len_mean", "mean length of a completion", "tokens"),
     Metric("len_max", "longest completion", "tokens"),
     Metric("len_right_mean", "mean length of right completions; null without any", "tokens"),
@@ -71,6 +84,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("logprob_gap_p99", "its 99th percentile", "nats"),
     Metric("logprob_gap_max", "its maximum", "nats"),
     Metric("logprob_gap_signed", "mean of rollout - trainer log-probability", "nats"),
+    Metric("importance_mean", "mean capped trainer / sampler probability; null without importance_cap"),
+    Metric("frac_importance_capped", "tokens at the cap; null without importance_cap", "fraction"),
     Metric("loss", "the loss; near 0 on purpose when advantages are centred and there is one update"),
     Metric("grad_norm", "global norm of the gradient before clipping; null if the step was skipped"),
     Metric("frac_params_changed", "weights whose stored value moved", "fraction"),
@@ -172,6 +187,7 @@ def _share_metrics(batch: Batch, seen_reasons: Collection[str]) -> dict[str, Met
         "frac_right_strict": strict,
         "hack_gap": None if frac_right is None or strict is None else frac_right - strict,
         **{f"part/{name}": _mean([parts[name] for parts in batch.parts if name in parts]) for name in names},
+        "frac_reward_error": batch.reasons.count(REWARD_ERROR) / len(batch.reasons),
         **{f"reason/{code}": batch.reasons.count(code) / len(batch.reasons) for code in codes},
     }
 

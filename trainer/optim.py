@@ -32,14 +32,15 @@ class OptimStats:
 
 def learning_rate(config: Config, step: int) -> float:
     """Rate of step 1, 2, ...: linear warm-up, then constant, or falling so that it would be 0 after the last step."""
+    highest = config.lr * config.lr_factor
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return highest * step / config.warmup_steps
     if config.lr_schedule == "constant":
-        return config.lr
+        return highest
     progress = (step - 1 - config.warmup_steps) / (config.steps - config.warmup_steps)
     if config.lr_schedule == "linear":
-        return config.lr * (1 - progress)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+        return highest * (1 - progress)
+    return highest * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Adam:

@@ -15,9 +15,7 @@ from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_
 from sparkgrpo.trainer.checkpoint import (
     Progress,
     latest_checkpoint,
-    read_progress,
-    restore_optimiser,
-    restore_reference,
+    newer_but_damaged,
     save_checkpoint,
     save_reference,
     weights_sha256,
@@ -26,16 +24,23 @@ from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dashboard import RunView
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.evaluate import evaluate
+from sparkgrpo.trainer.flash_attention import load_varlen
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.machine import choose_device, choose_model, choose_precision, model_source
 from sparkgrpo.trainer.metrics import PHASES
+from sparkgrpo.trainer.model.decoder import Decoder
+from sparkgrpo.trainer.model.lora import add_lora, is_adapter_folder, load_merged
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, stop_ids
 from sparkgrpo.trainer.optim import MasterAdamW
+from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.reference import frozen_copy
+from sparkgrpo.trainer.resume import restore
+from sparkgrpo.trainer.reward_check import MAX_UNSCORED_STEPS
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
 from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
+from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
 from sparkgrpo.trainer.tasks.base import Problem, Task
@@ -78,14 +83,18 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
-    loaded = _load(config, device, str(checkpoint or model_source(model_name)))
+    # Under LoRA a checkpoint holds the adapters alone.
+    base = model_source(model_name)
+    loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
     loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
     environment = describe(device, Path(__file__))
     if checkpoint is None:
         progress = Progress()
         log = RunLog.create(config, user_set=user_set, environment=environment)
     else:
-        progress = _restore(loop, checkpoint)
+        progress = restore(loop, loaded, checkpoint)
+        for fault in newer_but_damaged(Path(config.resume)):
+            view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
     with log, stop_flag() as is_asked_to_stop:
         run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
@@ -133,32 +142,46 @@ def build_loop(config: Config, loaded: LoadedModel, task: Task) -> GrpoLoop:
         UserError: A prompt that is too long, a batch that cannot fit, more held-out problems than there are.
     """
     dialogue = Dialogue(loaded.tokenizer)
-    heldout = heldout_problems(task, config)
-    seen_at_start = [*heldout, *task.problems(config.seed, 0, PROMPTS_LOOKED_AT)]
-    longest_prompt = _longest_prompt(config, loaded, dialogue, seen_at_start)
-    plan = plan_training(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
-    clock = PhaseClock(loaded.model.device, PHASES)
-    reference = frozen_copy(loaded.model) if config.beta > 0 else None
+    stream = ProblemStream(config, task, dialogue, loaded.model.config)
+    heldout = stream.fitting(heldout_problems(task, config))
+    seen_at_start = [*map(dialogue.prompt_ids, heldout), *stream.draw(0, PROMPTS_LOOKED_AT).prompts]
+    model, device, dtype = loaded.model, loaded.model.device, loaded.model.dtype
+    forward = ForwardOptions(recomputes=config.activation_checkpointing, varlen=load_varlen(config, device, dtype))
+    lora = add_lora(loaded, config) if config.lora_rank else None
+    policy = model if lora is None else lora.policy
+    plan = plan_training(config, policy, num_valid=loaded.num_valid, longest_prompt=max(map(len, seen_at_start)))
+    reference = None if config.beta == 0 else frozen_copy(model) if lora is None else lora.base
+    clock = PhaseClock(device, PHASES)
     updater = Updater(
-        loaded.model,
+        policy,
         reference,
-        MasterAdamW(loaded.model, config),
+        MasterAdamW(policy, config),
         config,
         num_valid=loaded.num_valid,
         tokens_per_micro_batch=plan.tokens_per_micro_batch,
         clock=clock,
+        forward=forward,
     )
-    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-    return GrpoLoop(config, task=task, heldout=heldout, dialogue=dialogue, engine=engine, updater=updater, clock=clock)
+    decoder = model if lora is None else lora.decoder
+    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens, model=decoder)
+    return GrpoLoop(
+        config, task=task, heldout=heldout, dialogue=dialogue, engine=engine, updater=updater, clock=clock, lora=lora
+    )
 
 
-def build_engine(loaded: LoadedModel, plan: MemoryPlan, *, max_new_tokens: int) -> RolloutEngine:
-    """The sampler of a loaded model. `UserError` for a model with more stop ids than it holds."""
+def build_engine(
+    loaded: LoadedModel, plan: MemoryPlan, *, max_new_tokens: int, model: Decoder | None = None
+) -> RolloutEngine:
+    """The sampler of a loaded model, or of another decoder with its tokenizer.
+
+    Raises:
+        UserError: More stop ids than it holds.
+    """
     ids = stop_ids(loaded.generation_config, loaded.hf_config, loaded.tokenizer)
     if len(ids) > MAX_STOP_IDS:
         raise UserError(f"{loaded.source}: expected at most {MAX_STOP_IDS} end-of-sequence ids, got {len(ids)}: {ids}")
     engine = RolloutEngine(
-        loaded.model,
+        loaded.model if model is None else model,
         stop_ids=ids,
         num_valid=loaded.num_valid,
         max_rows=plan.max_rows,
@@ -184,22 +207,15 @@ def _set_up(config: Config) -> torch.device:
 
 
 def _load(config: Config, device: torch.device, source: str) -> LoadedModel:
-    return load_model(source, dtype=DTYPES[choose_precision(config.precision, device)], device=device)
+    """The model of this name, or the base that a folder of adapters names, with these merged into it."""
+    dtype = DTYPES[choose_precision(config.precision, device)]
+    if is_adapter_folder(source):
+        return load_merged(Path(source).expanduser(), dtype=dtype, device=device)
+    return load_model(source, dtype=dtype, device=device)
 
 
 def _longest_prompt(config: Config, loaded: LoadedModel, dialogue: Dialogue, problems: Sequence[Problem]) -> int:
     return max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
-
-
-def _restore(loop: GrpoLoop, checkpoint: Path) -> Progress:
-    """Fill everything beside the weights, which were loaded from the checkpoint, in place."""
-    updater, progress = loop.updater, read_progress(checkpoint)
-    restore_optimiser(checkpoint, updater.optim)
-    if updater.reference is not None:
-        restore_reference(checkpoint.parent, updater.reference)
-    updater.optim.skipped_steps = progress.skipped_steps
-    loop.seen_reasons |= set(progress.seen_reasons)
-    return progress
 
 
 @dataclass(kw_only=True, slots=True)
@@ -236,7 +252,7 @@ class Run:
                 "num_params": num_params,
             }
         )
-        for note in self.loaded.notes:
+        for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
     def train(self, is_asked_to_stop: StopFlag) -> None:
@@ -262,16 +278,24 @@ class Run:
         progress.step += 1
         progress.num_tokens_total += result.num_prompt_tokens + sum(len(c.token_ids) for c in result.completions)
         progress.skipped_steps = self.loop.updater.optim.skipped_steps
+        progress.num_extra_problems = self.loop.num_extra_problems
+        progress.num_prompts_dropped = self.loop.num_prompts_dropped
         is_last = progress.step == config.steps
         if is_last or _is_multiple(progress.step, config.eval_every):
             self._evaluate()
             self._keep_training_group(result)
         is_hopeless = self.loop.updater.optim.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
-        if is_last or is_hopeless or _is_multiple(progress.step, config.checkpoint_every):
+        is_blind = self.loop.unscored_in_a_row >= MAX_UNSCORED_STEPS
+        if is_last or is_hopeless or is_blind or _is_multiple(progress.step, config.checkpoint_every):
             self._save()
         self._log_step(result)
         if is_hopeless:
             raise FloatingPointError(f"the gradient was not finite {MAX_SKIPPED_IN_A_ROW} times in a row")
+        if is_blind:
+            raise UserError(
+                f"after step {progress.step}: no completion could be scored {MAX_UNSCORED_STEPS} steps in a row; "
+                f"{' '.join(result.warnings[-1:])}; mend the reward and go on with --resume {self.log.folder}"
+            )
 
     def _evaluate(self) -> None:
         step = self.progress.step
@@ -316,13 +340,16 @@ class Run:
         self.log.metrics(line)
         self.view.step(line)
         error = clock_error(seconds)
-        if error is not None:
-            self.log.event("warning", {"step": self.progress.step, "text": error})
+        for text in (*result.warnings, *([] if error is None else [error])):
+            self.log.event("warning", {"step": self.progress.step, "text": text})
+        for text in result.warnings:
+            self.view.note(text)
 
     def _save(self) -> None:
         updater, progress = self.loop.updater, self.progress
         progress.seen_reasons = sorted(self.loop.seen_reasons)
-        if updater.reference is not None:
+        is_moving = updater.reference is not None and self.config.sync_every > 0
+        if updater.reference is not None and self.loop.lora is None and not is_moving:
             save_reference(self.log.folder / "checkpoints", updater.reference)
         path = save_checkpoint(
             self.log.folder / "checkpoints",
@@ -331,6 +358,8 @@ class Run:
             optim=updater.optim,
             facts={"config_sha256": config_sha256(self.config), "versions": versions()},
             keep=self.config.keep_checkpoints,
+            lora=self.loop.lora,
+            moving_reference=updater.reference if is_moving else None,
         )
         self.saved_step = progress.step
         self.log.event("checkpoint", {"step": progress.step, "path": str(path.relative_to(self.log.folder))})
@@ -339,6 +368,11 @@ class Run:
         """What to do about weights that diverged."""
         cure = "lower --lr or --max-grad-norm and start again"
         return cure if self.saved_step < 0 else f"{cure}; the last checkpoint is that of step {self.saved_step}"
+
+
+def _heldout_notes(config: Config, loop: GrpoLoop) -> list[str]:
+    missing = config.eval_problems - len(loop.heldout)
+    return [f"{missing} held-out problems are left out: their prompts are too long"] if missing > 0 else []
 
 
 def _is_multiple(step: int, every: int) -> bool:

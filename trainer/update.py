@@ -4,10 +4,14 @@ With one update a batch the old log-probs are the new ones detached, so the firs
 with several they are scored once, before the first. Reference, old policy and policy run on the same micro-batches, so
 before any update their log-probs agree bit for bit and the KL is exactly 0.
 
+Sampler and trainer compute the same log-probs in different precision or order. `importance_cap` weights each token by
+min(trainer / sampler probability, cap), at the weights that sampled; `old_logprobs` "rollout" puts the sampler's
+log-probs into the ratio itself instead. Never both: the mismatch would count twice.
+
 Letters: S completions, R completion tokens.
 """
 
-import math
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +22,8 @@ from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.objectives import objective_of, token_weights
 from sparkgrpo.trainer.optim import MasterAdamW, OptimStats
-from sparkgrpo.trainer.score import head_hidden, score
+from sparkgrpo.trainer.score import ForwardOptions, head_hidden, score
+from sparkgrpo.trainer.token_stats import TokenStats
 
 
 class Updater:
@@ -29,6 +34,10 @@ class Updater:
         num_valid: len(tokenizer); head rows from there on do not exist.
         tokens_per_micro_batch: Packed tokens of one forward and backward.
         clock: Gets t_old, t_ref, t_train and t_opt.
+        forward: How the decoder runs; changes no result.
+
+    Raises:
+        ValueError: beta above 0 and no reference.
     """
 
     def __init__(
@@ -41,12 +50,16 @@ class Updater:
         num_valid: int,
         tokens_per_micro_batch: int,
         clock: PhaseClock,
+        forward: ForwardOptions | None = None,
     ) -> None:
+        if config.beta > 0 and reference is None:
+            raise ValueError(f"expected a reference for beta {config.beta:g}, got none: pass one, or set beta to 0")
         self.model, self.reference, self.optim, self.config = model, reference, optim, config
         self.objective = objective_of(config)
         self.num_valid = num_valid
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.clock = clock
+        self.forward = forward or ForwardOptions(recomputes=config.activation_checkpointing)
 
     def update(self, batch: TrainBatch, takes_part_S: torch.Tensor, lr: float) -> dict[str, float | int | None]:
         """Run every pass over the batch.
@@ -60,29 +73,43 @@ class Updater:
         """
         config, clock = self.config, self.clock
         minis = [self._mini_batch(batch, takes_part_S, index) for index in range(config.mini_batches)]
-        has_one_update = config.mini_batches == config.inner_epochs == 1
         refs = self._score_all("t_ref", self.reference, minis)
-        olds = self._score_all("t_old", None if has_one_update else self.model, minis)
+        olds = self._score_all("t_old", self.model if self._needs_old() else None, minis)
         tokens, steps = TokenStats(), []
+        if config.importance_cap is not None:
+            minis = [
+                [self._corrected(micro, old, config.importance_cap, tokens) for micro, old in zip(*pair, strict=True)]
+                for pair in zip(minis, olds, strict=True)
+            ]
         for epoch in range(config.inner_epochs):
             for mini, mini_refs, mini_olds in zip(minis, refs, olds, strict=True):
                 if not mini:
                     continue  # nothing in it has a gradient: no update, and Adam's moments stay as they are
                 with clock.phase("t_train"):
                     for micro, ref, old in zip(mini, mini_refs, mini_olds, strict=True):
-                        loss = self._forward_backward(micro, ref, old)
-                        tokens.add(micro, loss, ref, old, is_first_pass=epoch == 0)
+                        start = micro.rollout_logprob_R if config.old_logprobs == "rollout" else old
+                        loss = self._forward_backward(micro, ref, start)
+                        at_start = old if old is not None else None if steps else loss.logprob_T
+                        tokens.add(micro, loss, ref, at_start, is_first_pass=epoch == 0)
                 with clock.phase("t_opt"):
                     steps.append(self.optim.step(lr))
         metrics = tokens.metrics(num_tokens=sum(batch.length_S), mini_batches=config.mini_batches)
         return metrics | _step_metrics(steps, lr) | {"skipped_steps": self.optim.skipped_steps}
 
-    def _mini_batch(self, batch: TrainBatch, takes_part_S: torch.Tensor, index: int) -> list[MicroBatch]:
-        """Pack the prompts of one optimiser batch, with the normalisers of that batch."""
+    def _needs_old(self) -> bool:
+        """Whether the log-probs before the first update are scored: not where the first forward has them anyway."""
         config = self.config
-        prompts_each = len(batch.prompts) // config.mini_batches
-        prompt_of_row_S = torch.tensor(batch.prompt_of_row_S)
-        is_member_S = takes_part_S & (prompt_of_row_S // prompts_each == index)
+        has_one_update = config.mini_batches == config.inner_epochs == 1
+        return config.importance_cap is not None or (config.old_logprobs == "trainer" and not has_one_update)
+
+    def _mini_batch(self, batch: TrainBatch, takes_part_S: torch.Tensor, index: int) -> list[MicroBatch]:
+        """Pack the prompts of one optimiser batch, with the normalisers of that batch.
+
+        Prompts are shared out in order; counts differ by one where dynamic sampling left a number that does not divide.
+        """
+        config = self.config
+        mini_of_row_S = torch.tensor(batch.prompt_of_row_S) * config.mini_batches // max(len(batch.prompts), 1)
+        is_member_S = takes_part_S & (mini_of_row_S == index)
         weight_S = token_weights(config.normaliser, torch.tensor(batch.length_S), is_member_S, config.max_new_tokens)
         rows = rows_with_gradient(batch, weight_S, has_penalty=config.beta > 0 or config.entropy_coef > 0)
         return micro_batches(
@@ -95,17 +122,27 @@ class Updater:
         """Log-probs of every micro-batch under a model, before any update; None throughout without a model."""
         if model is None:
             return [[None] * len(mini) for mini in minis]
+        temperature, num_valid = self.config.temperature, self.num_valid
         with self.clock.phase(phase):
             return [
-                [score(model, m, temperature=self.config.temperature, num_valid=self.num_valid) for m in mini]
+                [score(model, m, temperature=temperature, num_valid=num_valid, options=self.forward) for m in mini]
                 for mini in minis
             ]
+
+    @staticmethod
+    def _corrected(micro: MicroBatch, old_R: torch.Tensor | None, cap: float, tokens: TokenStats) -> MicroBatch:
+        """The micro-batch with its token weights times the capped importance ratio of trainer to sampler."""
+        assert old_R is not None
+        ratio_R = (old_R - micro.rollout_logprob_R).exp()
+        factor_R = ratio_R.clamp(max=cap)
+        tokens.add_importance(factor_R, ratio_R > cap)
+        return replace(micro, weight_R=micro.weight_R * factor_R)
 
     def _forward_backward(
         self, micro: MicroBatch, ref_logprob_R: torch.Tensor | None, old_logprob_R: torch.Tensor | None
     ) -> GrpoLoss:
         loss = linear_grpo(
-            head_hidden(self.model, micro),
+            head_hidden(self.model, micro, self.forward),
             self.model.head_VD,
             micro.target_R,
             micro.advantage_R,
@@ -127,71 +164,6 @@ class Updater:
     def _all_rows(micro: MicroBatch) -> torch.Tensor:
         """A micro-batch holds rows with a gradient alone; said beforehand, nobody waits for a device to find out."""
         return torch.arange(len(micro.target_R), dtype=torch.int32, device=micro.target_R.device)
-
-
-class TokenStats:
-    """What each token did; kept on the device, and not looked at, until a step is over.
-
-    A micro-batch holds rows with a gradient alone, so that every token of it takes part.
-    """
-
-    def __init__(self) -> None:
-        self.loss: list[torch.Tensor] = []
-        self.clip_side: list[torch.Tensor] = []
-        self.ratio: list[torch.Tensor] = []
-        self.kl: list[torch.Tensor] = []
-        self.entropy: list[torch.Tensor] = []
-        self.gap: list[torch.Tensor] = []
-
-    def add(
-        self,
-        micro: MicroBatch,
-        loss: GrpoLoss,
-        ref_logprob_R: torch.Tensor | None,
-        old_logprob_R: torch.Tensor | None,
-        *,
-        is_first_pass: bool,
-    ) -> None:
-        """Remember one micro-batch. Clip and ratio count in every pass, the rest in the first."""
-        self.clip_side.append(loss.clip_side_T)
-        self.ratio.append(loss.ratio_T)
-        if not is_first_pass:
-            return
-        self.loss.append(loss.loss.detach())
-        at_start_R = loss.logprob_T if old_logprob_R is None else old_logprob_R
-        self.gap.append(micro.rollout_logprob_R - at_start_R)
-        if ref_logprob_R is not None:  # k3, whichever estimator the loss has: runs with different ones compare
-            log_ratio = ref_logprob_R - loss.logprob_T
-            self.kl.append(torch.expm1(log_ratio) - log_ratio)
-        if loss.entropy_T is not None:
-            self.entropy.append(loss.entropy_T)
-
-    def metrics(self, *, num_tokens: int, mini_batches: int) -> dict[str, float | int | None]:
-        """Means over tokens. Where nothing was trained most are not known, and a key that is left out reads as null."""
-        if not self.loss:
-            return {"frac_tokens_trained": 0.0}
-        gap, side = torch.cat(self.gap), torch.cat(self.clip_side)
-        kl = torch.cat(self.kl) if self.kl else None
-        return {
-            "loss": float(torch.stack(self.loss).sum()) / mini_batches,
-            "frac_tokens_trained": len(gap) / num_tokens,
-            "logprob_gap_mean": float(gap.abs().mean()),
-            "logprob_gap_p99": _percentile(gap.abs(), 0.99),
-            "logprob_gap_max": float(gap.abs().max()),
-            "logprob_gap_signed": float(gap.mean()),
-            "kl_mean": None if kl is None else float(kl.mean()),
-            "kl_max": None if kl is None else float(kl.max()),
-            "entropy_mean": float(torch.cat(self.entropy).mean()) if self.entropy else None,
-            "clip_frac": float((side != 0).float().mean()),
-            "clip_frac_low": float((side < 0).float().mean()),
-            "clip_frac_high": float((side > 0).float().mean()),
-            "ratio_max": float(torch.cat(self.ratio).max()),
-        }
-
-
-def _percentile(values: torch.Tensor, frac: float) -> float:
-    """The value that this share of them does not exceed (nearest rank)."""
-    return float(values.kthvalue(max(1, math.ceil(frac * len(values)))).values)
 
 
 def _step_metrics(steps: list[OptimStats], lr: float) -> dict[str, float | int | None]:

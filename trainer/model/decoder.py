@@ -9,11 +9,12 @@ Letters: T packed tokens, V vocabulary, D width, H query heads, K key heads, E h
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sparkgrpo.kernels.linear import linear
 from sparkgrpo.kernels.rms_norm import rms_norm
@@ -22,6 +23,8 @@ from sparkgrpo.kernels.swiglu import swiglu
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
+Projection = Literal["qkv", "o", "gate_up", "down"]
+"""The four products of a block."""
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of every token's angles, float32 [T, 1, E/2]."""
 Attend = Callable[[int, torch.Tensor, torch.Tensor, Rope], torch.Tensor]
@@ -66,6 +69,14 @@ class DecoderConfig:
     sequences are refused (`families.check_length`)."""
 
 
+class Adapters(nn.Module):
+    """What is added to a block's fused projections; `lora.py` implements it."""
+
+    def delta(self, name: Projection, x_TI: torch.Tensor) -> torch.Tensor | None:
+        """[T, rows of the fused weight] to add to the product of this projection with x; None for nothing."""
+        raise NotImplementedError
+
+
 class DecoderLayer(nn.Module):
     """Weights of one block. Q/K/V and gate/up are stored fused: one product instead of three, and instead of two."""
 
@@ -88,6 +99,8 @@ class DecoderLayer(nn.Module):
         self.gate_up_bias = empty(2 * ffn) if config.mlp_bias else None
         self.down_weight = empty(D, ffn)
         self.down_bias = empty(D) if config.mlp_bias else None
+        self.adapters: Adapters | None = None
+        """What LoRA adds to the projections (`lora.py`); None: nothing."""
 
 
 class Decoder(nn.Module):
@@ -166,6 +179,14 @@ def rotated(qk_TJE: torch.Tensor, rope: Rope, num_heads: int) -> tuple[torch.Ten
     return qk_TJE[:, :num_heads], qk_TJE[:, num_heads:]
 
 
+def _project(
+    layer: DecoderLayer, name: Projection, x_TI: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    out_TO = linear(x_TI, weight, bias)
+    delta_TO = None if layer.adapters is None else layer.adapters.delta(name, x_TI)
+    return out_TO if delta_TO is None else out_TO + delta_TO
+
+
 def decoder_layer(
     layer: DecoderLayer,
     config: DecoderConfig,
@@ -177,25 +198,29 @@ def decoder_layer(
     """One pre-norm block on packed tokens: hidden [T, D] -> hidden [T, D]."""
     H, K, E = config.num_heads, config.num_kv_heads, config.head_width
     normed_TD, hidden_TD = rms_norm(hidden_TD, layer.attn_norm_D, eps=config.rms_eps)
-    qkv = linear(normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
+    qkv = _project(layer, "qkv", normed_TD, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (H + 2 * K, E))
     qk_TJE, v_TKE = qkv.split((H + K, K), dim=1)
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
         q_THE = rms_norm(qk_TJE[:, :H], layer.q_norm_E, eps=config.rms_eps).y_TD
         k_TKE = rms_norm(qk_TJE[:, H:], layer.k_norm_E, eps=config.rms_eps).y_TD
         qk_TJE = torch.cat((q_THE, k_TKE), dim=1)
     out_THE = attend(layer_idx, qk_TJE, v_TKE, rope)
-    out_TD = linear(out_THE.flatten(1), layer.o_weight, layer.o_bias)
+    out_TD = _project(layer, "o", out_THE.flatten(1), layer.o_weight, layer.o_bias)
     normed_TD, hidden_TD = rms_norm(out_TD, layer.mlp_norm_D, eps=config.rms_eps, residual_TD=hidden_TD)
-    gate_up_T2F = linear(normed_TD, layer.gate_up_weight, layer.gate_up_bias)
-    return hidden_TD + linear(swiglu(gate_up_T2F), layer.down_weight, layer.down_bias)
+    gate_up_T2F = _project(layer, "gate_up", normed_TD, layer.gate_up_weight, layer.gate_up_bias)
+    return hidden_TD + _project(layer, "down", swiglu(gate_up_T2F), layer.down_weight, layer.down_bias)
 
 
-def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+def decoder_hidden(
+    model: Decoder, token_T: torch.Tensor, position_T: torch.Tensor, attend: Attend, *, recomputes: bool = False
+) -> torch.Tensor:
     """Hidden states after the final norm, ready for the head.
 
     Args:
         token_T: int32 or int64 [T], packed token ids. position_T: integer [T], each token's place in its sequence.
         attend: How queries meet keys, see `Attend`.
+        recomputes: Activation checkpointing: of a block only its input is kept, and the backward pass computes the
+            block again. There is no dropout, so it computes the same.
 
     Returns:
         hidden_TD in the model's dtype.
@@ -204,5 +229,9 @@ def decoder_hidden(model: Decoder, token_T: torch.Tensor, position_T: torch.Tens
     hidden_TD = F.embedding(token_T, model.embed_VD)
     rope = rope_table(model, position_T)
     for layer_idx, layer in enumerate(model.layers):
-        hidden_TD = decoder_layer(layer, config, layer_idx, hidden_TD, rope, attend)
+        arguments = (layer, config, layer_idx, hidden_TD, rope, attend)
+        if recomputes and torch.is_grad_enabled():
+            hidden_TD = checkpoint(decoder_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            hidden_TD = decoder_layer(*arguments)
     return rms_norm(hidden_TD, model.final_norm_D, eps=config.rms_eps).y_TD

@@ -1,0 +1,76 @@
+"""A task's rewards as the loop may use them: a fault is counted and named, and never becomes a silent 0.
+
+| what the task does                   | rows                             | run                              |
+|--------------------------------------|----------------------------------|----------------------------------|
+| NaN, infinity, not a number          | that row unscored, `reward_error` | goes on                          |
+| raises, or gives another number of scores | all unscored, `reward_error` | first batch: stops; later: goes on |
+| no row scored, so many steps running |                                  | stops with a checkpoint (`run.py`) |
+
+Unscored rows leave their group's statistics and carry no gradient.
+"""
+
+import math
+from collections.abc import Sequence
+
+from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+
+MAX_UNSCORED_STEPS = 3
+"""Steps in a row without one scored completion that a run takes."""
+
+
+class RewardCheck:
+    """Asks a task for rewards, batch after batch."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.has_worked = False
+        """Some batch came back whole: a fault from then on is an accident, before it a mistake of the task."""
+        self.faults: list[str] = []
+        """What went wrong since the last `take_faults`, a sentence each."""
+
+    def scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """One score a completion; `problems[i]` is that of `completions[i]`.
+
+        Raises:
+            Exception: What the task raised on the first batch, its name added.
+            ValueError: Another number of scores on the first batch.
+        """
+        try:
+            scores = list(self.task.reward(problems, completions))
+            if len(scores) != len(completions):
+                raise ValueError(
+                    f"task {self.task.name}: expected a reward for each of {len(completions)} completions, "
+                    f"got {len(scores)}"
+                )
+            is_usable = [_is_usable(score.reward) for score in scores]
+        except UserError:
+            raise  # the task has decided that this is a mistake of the person
+        except Exception as error:
+            if not self.has_worked:
+                error.add_note(f"while task {self.task.name} scored its first batch")
+                raise
+            self.faults.append(f"task {self.task.name}: no reward for {len(completions)} completions: {error!r}")
+            return [_unscored() for _ in completions]
+        self.has_worked = True
+        wrong = [i for i, usable in enumerate(is_usable) if not usable]
+        if wrong:
+            self.faults.append(
+                f"task {self.task.name}: {len(wrong)} of {len(scores)} rewards are no finite numbers, such as "
+                f"{scores[wrong[0]].reward!r} for {problems[wrong[0]].identity}"
+            )
+        return [score if usable else _unscored() for score, usable in zip(scores, is_usable, strict=True)]
+
+    def take_faults(self) -> list[str]:
+        """The faults since the last call."""
+        faults, self.faults = self.faults, []
+        return faults
+
+
+def _is_usable(reward: object) -> bool:
+    return reward is None or (isinstance(reward, (int, float)) and math.isfinite(reward))
+
+
+def _unscored() -> Score:
+    return Score(reward=None, parts={}, reason=REWARD_ERROR)
