@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from sparkgrpo.kernels.linear_grpo import GrpoLoss, linear_grpo
+from sparkgrpo.trainer.advantages import advantages
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.objectives import Normaliser, objective_of, token_weights
 from sparkgrpo.trainer.settings import preset_names, read_preset
+from sparkgrpo.trainer.shaping import shaped_rewards
 
 LENGTH = torch.tensor([3, 2])
 LOGP = torch.tensor([0.5, 0.25, 0.2, 0.4, 0.1]).log()
@@ -67,7 +69,23 @@ BY_HAND = {
     / 5,
     # No clip at all.
     "reinforce": (-(2 + 1 + 0.8) + 0.5 * (1.6 + 0.4)) / 5,
+    # All five tokens alike, and the higher upper bound: 1.28, 1, 0.8 | 1.6, 0.8.
+    "dapo": (-(1.28 + 1 + 0.8) + 0.5 * (1.6 + 0.8)) / 5,
+    # GRPO's surrogate and KL, over 2 completions x 4 tokens.
+    "constant_normaliser": (-(1.2 + 1 + 0.8) + 0.5 * (1.6 + 0.8) + 0.04 * (0 + k3(2) + k3(0.5) + 0 + k3(2))) / 8,
 }
+BY_HAND |= dict.fromkeys(("no_baseline", "no_baseline_5_6", "rewards_5_6", "sloppy_verifier"), BY_HAND["grpo"])
+BY_HAND |= dict.fromkeys(("no_leash_10x", "no_leash_20x"), BY_HAND["rloo"])
+
+ADVANTAGES = {
+    **dict.fromkeys(preset_names(), (0.5 / 0.5001, -0.5 / 0.5001)),
+    "dr_grpo": (0.5, -0.5),
+    "rloo": (1.0, -1.0),
+    "reinforce": (1.0, 0.0),
+    "no_baseline": (1.0, 0.0),
+    "no_baseline_5_6": (6.0, 5.0),
+}
+"""Of a right and a wrong answer, two siblings."""
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -75,10 +93,20 @@ def test_loss_of_every_preset_by_hand(name: str) -> None:
     assert float(loss_of(preset(name)).loss) == pytest.approx(BY_HAND[name], rel=1e-6)
 
 
-def test_what_dapo_adds() -> None:
-    """Token mean and the higher upper bound: 1.28, 1, 0.8 | 1.6, 0.8."""
-    config = replace(preset("grpo"), normaliser="token", eps_high=0.28, beta=0.0)
-    assert float(loss_of(config).loss) == pytest.approx((-(1.28 + 1 + 0.8) + 0.5 * (1.6 + 0.8)) / 5, rel=1e-6)
+@pytest.mark.parametrize("name", preset_names())
+def test_advantages_of_every_preset_by_hand(name: str) -> None:
+    """From rewards 1 and 0; neither answer is overlong."""
+    config = preset(name)
+    rewards = shaped_rewards([1.0, 0.0], [3, 2], config)
+    graded = advantages(rewards, [0, 0], config.advantage, ddof=config.ddof)
+    assert graded.advantage_S.tolist() == pytest.approx(ADVANTAGES[name], rel=1e-12)
+
+
+def test_what_the_presets_of_the_lessons_set_beside_the_objective() -> None:
+    assert preset("sloppy_verifier").reward == "sloppy"
+    assert (preset("no_leash_10x").lr_factor, preset("no_leash_20x").lr_factor) == (10, 20)
+    dapo = preset("dapo")
+    assert (dapo.dynamic_sampling, dapo.max_rounds, dapo.overlong_cache) == (True, 3, 0.2)
 
 
 def test_delta_bounds_the_ratio_of_bad_tokens() -> None:

@@ -62,7 +62,9 @@ def test_a_long_prompt_that_comes_later_is_named(
         return [dataclasses.replace(p, prompt=long) if start + i == 5 else p for i, p in enumerate(found)]
 
     monkeypatch.setattr(type(task), "problems", problems)
-    with pytest.raises(UserError, match=r"^countdown:\S+: expected prompt and completion within the model's 512"):
+    with pytest.raises(
+        UserError, match=r"^countdown:\S+: training prompt 5: expected prompt and completion within the model's 512"
+    ):
         record(tmp_path / "run").train(configured(tmp_path / "run"))
     assert read_run(tmp_path / "run")["status"] == "failed"
 

@@ -1,0 +1,83 @@
+"""Rewards that cannot be used: counted, named, never 0."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.reward_check import REWARD_ERROR, RewardCheck
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
+from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
+
+ASKED = [Problem(prompt=(n,), columns={}, identity=f"echo:{n}") for n in range(4)]
+ANSWERS = [Completion(text="", token_ids=(n,), is_truncated=False) for n in range(4)]
+
+
+class Paying(Echo):
+    """Answers with what it is told to."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(EchoOptions(num_tokens=4))
+        self.answers = list(answers)
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return [Score(reward=reward, parts={"p": 1.0}, reason="ok") for reward in answer]
+
+
+def test_good_rewards_pass_untouched() -> None:
+    check = RewardCheck(Paying([1.0, None, True, 0]))
+    scores = check.scores(ASKED, ANSWERS)
+    assert [score.reward for score in scores] == [1.0, None, True, 0] and check.take_faults() == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1", [1.0], 1j])
+def test_no_finite_number_is_unscored_and_named(bad: object) -> None:
+    check = RewardCheck(Paying([1.0, bad, 0.0, bad]))
+    scores = check.scores(ASKED, ANSWERS)
+    assert [score.reward for score in scores] == [1.0, None, 0.0, None]
+    assert [score.reason for score in scores] == ["ok", REWARD_ERROR, "ok", REWARD_ERROR] and scores[1].parts == {}
+    (fault,) = check.take_faults()
+    assert f"2 of 4 rewards are no finite numbers, such as {bad!r} for echo:1" in fault
+    assert check.take_faults() == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (ZeroDivisionError("by zero"), "ZeroDivisionError('by zero')"),
+        ([1.0, 0.0], "expected a reward for each of 4 completions, got 2"),
+        ([], "got 0"),
+        ([1.0] * 5, "got 5"),
+    ],
+)
+def test_a_fault_stops_the_first_batch_and_is_counted_later(answer: Any, named: str) -> None:
+    """At the start it is a mistake of the task, and its traceback helps; after a good batch it is an accident."""
+    with pytest.raises((ZeroDivisionError, ValueError)) as caught:
+        RewardCheck(Paying(answer)).scores(ASKED, ANSWERS)
+    assert "task echo" in str(caught.value) + "".join(caught.value.__notes__)
+    check = RewardCheck(Paying([1.0] * 4, answer, [0.0] * 4))
+    check.scores(ASKED, ANSWERS)
+    scores = check.scores(ASKED, ANSWERS)
+    assert [(score.reward, score.reason) for score in scores] == [(None, REWARD_ERROR)] * 4
+    (fault,) = check.take_faults()
+    assert "task echo: no reward for 4 completions" in fault and named in fault
+    assert [score.reward for score in check.scores(ASKED, ANSWERS)] == [0.0] * 4
+
+
+def test_what_is_no_score_is_a_fault_too() -> None:
+    task = Paying()
+    task.reward = lambda problems, completions: [1.0] * 4  # type: ignore[method-assign]
+    with pytest.raises(AttributeError):
+        RewardCheck(task).scores(ASKED, ANSWERS)
+
+
+def test_a_mistake_of_the_person_ends_the_run_at_any_time() -> None:
+    check = RewardCheck(Paying([1.0] * 4, UserError("no such column")))
+    check.scores(ASKED, ANSWERS)
+    with pytest.raises(UserError, match="no such column"):
+        check.scores(ASKED, ANSWERS)
