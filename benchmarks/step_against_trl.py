@@ -11,18 +11,17 @@ turns, a step each, so that a drift of the machine meets both; the first step of
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.record import write_result
+from benchmarks.trl_peer import PeerOptions, trl_steps
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, save_model
 from sparkgrpo.trainer.run import DTYPES, build_loop
-from sparkgrpo.trainer.tasks.base import Completion
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
 
 NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 4, 8, 64
@@ -42,64 +41,6 @@ def our_step(loaded: LoadedModel, config: Config) -> Callable[[int], dict[str, f
     return step
 
 
-def trl_steps(folder: str, config: Config, num_steps: int, *, is_bf16: bool) -> Iterator[float]:
-    """Runs TRL's trainer in a thread of its own turn by turn: each `next` is one step, in seconds."""
-    import queue
-    import threading
-
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    task = make_task("countdown", task_options(config))
-    problems = task.problems(0, 0, NUM_PROMPTS * (num_steps + 1))
-    rows = Dataset.from_list([{"prompt": [dict(m) for m in p.prompt], "index": i} for i, p in enumerate(problems)])
-
-    def reward(completions: list, index: list[int], **_: object) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        answers = [Completion(text=text, token_ids=(), is_truncated=False) for text in texts]
-        scores = task.reward([problems[i] for i in index], answers)
-        return [float(score.reward or 0.0) for score in scores]
-
-    turn, done = queue.Queue(), queue.Queue()
-
-    class TakeTurns(TrainerCallback):
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            turn.get()
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            done.put(time.perf_counter())
-
-    arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
-        num_generations=GROUP_SIZE,
-        max_completion_length=NUM_TOKENS,
-        generation_kwargs={"min_new_tokens": NUM_TOKENS},
-        max_steps=num_steps,
-        beta=config.beta,
-        loss_type="grpo",
-        learning_rate=config.lr,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        bf16=is_bf16,
-        use_cpu=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        model_init_kwargs={"dtype": "float32"},
-    )
-    trainer = GRPOTrainer(
-        model=folder, reward_funcs=reward, args=arguments, train_dataset=rows, callbacks=[TakeTurns()]
-    )
-    threading.Thread(target=trainer.train, daemon=True).start()
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        turn.put(None)
-        yield done.get() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", help="SmolLM2-135M-Instruct: a folder or a GGUF file")
@@ -115,7 +56,7 @@ def main() -> None:
     loaded = load_model(options.model, dtype=DTYPES[options.precision], device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), load_model(options.model, dtype=torch.float32, device="cpu"))
-        theirs = trl_steps(folder, config, options.steps + 1, is_bf16=options.trl_bf16)
+        theirs = trl_steps(folder, config, PeerOptions(num_steps=options.steps + 1, is_bf16=options.trl_bf16))
         ours = our_step(loaded, config)
         phases, trl_s = [], []
         for number in range(1, options.steps + 2):

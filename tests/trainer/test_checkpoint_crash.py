@@ -76,7 +76,7 @@ def test_killed_at_any_moment(tmp_path: Path, trained: Trained) -> None:
     t_save_s = time.monotonic() - start
     draws = random.Random(7)
     leftovers, before = 0, 1
-    for _ in range(25):
+    for _ in range(12):
         child = os.fork()
         if child == 0:
             try:

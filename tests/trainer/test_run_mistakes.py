@@ -124,3 +124,78 @@ def test_a_clock_at_fault_is_an_event(
     monkeypatch.setattr(run, "clock_error", lambda seconds: "the clock is at fault")
     recorded = record(tmp_path / "run").train(configured(tmp_path / "run", steps=1, beta=0.0))
     assert [row["text"] for row in recorded.rows("events") if row["event"] == "warning"] == ["the clock is at fault"]
+
+
+def test_a_reward_that_breaks_later_is_counted_named_and_ends_the_run(
+    configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad step goes by; three in a row stop the run with a checkpoint, from which it goes on once mended."""
+    config = configured(tmp_path / "run", eval_every=0)
+    task_type = type(run.make_task("countdown", run.task_options(config)))
+    original, calls = task_type.reward, []
+
+    def reward(self: object, problems: list, completions: list) -> list:
+        calls.append(len(completions))
+        if len(calls) in (2, 4, 5, 6):
+            raise RuntimeError(f"call {len(calls)} lost its way")
+        return original(self, problems, completions)  # pyright: ignore[reportArgumentType]
+
+    recorded = record(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(task_type, "reward", reward)
+        message = r"after step 6: no completion could be scored 3 steps in a row; .*call 6 lost its way.* --resume"
+        with pytest.raises(UserError, match=message):
+            recorded.train(dataclasses.replace(config, steps=9))
+    rows = recorded.rows("metrics")
+    assert [row["frac_reward_error"] for row in rows] == [0, 1, 0, 1, 1, 1]
+    assert [row["reward_mean"] is None for row in rows] == [False, True, False, True, True, True]
+    assert rows[1]["num_updates"] == 0, "nobody takes part"
+    warnings = [str(row["text"]) for row in recorded.rows("events") if row["event"] == "warning"]
+    assert len(warnings) == 4 and "task countdown: no reward for 16 completions: RuntimeError('call 2" in warnings[0]
+    assert [path.name for path in checkpoints(recorded.folder / "checkpoints")] == ["step_000006"]
+    recorded.resume(steps=7)
+    assert recorded.rows("metrics")[-1]["frac_reward_error"] == 0
+
+
+def test_a_reward_that_never_worked_keeps_its_traceback(
+    configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path / "run")
+    task_type = type(run.make_task("countdown", run.task_options(config)))
+    monkeypatch.setattr(task_type, "reward", lambda self, problems, completions: completions[0].no_such_thing)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        record(tmp_path / "run").train(config)
+
+
+def test_long_heldout_prompts_are_left_out_and_said_to_be(configured: Make, record: Make, tmp_path: Path) -> None:
+    values = {"numbers": "2,3", "max_prompt_tokens": 57, "steps": 1, "beta": 0.0}
+    with pytest.raises(UserError, match=r"countdown:\S+: held-out prompt \d+: expected at most max_prompt_tokens 57"):
+        record(tmp_path / "a").train(configured(tmp_path / "a", **values))
+    dropped = record(tmp_path / "b").train(configured(tmp_path / "b", long_prompts="drop", **values))
+    (row, *_) = dropped.rows("evals")
+    missing = 6 - row["num_problems"]
+    assert 0 < missing < 6
+    assert f"{missing} held-out problems are left out: their prompts are too long" in dropped.view.notes
+
+
+def test_a_damaged_checkpoint_is_named_when_the_run_goes_on(configured: Make, record: Make, tmp_path: Path) -> None:
+    one = record(tmp_path / "run").train(configured(tmp_path / "run", steps=4, checkpoint_every=2))
+    (one.folder / "checkpoints" / "step_000004" / "model.safetensors").unlink()
+    one.resume(steps=4)
+    assert one.view.notes[0] == "step_000004 is damaged: model.safetensors is missing; going on from step_000002"
+    assert one.view.steps == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attention": "flash"}, "attention: flash-attn serves CUDA and bf16 alone"),
+        ({"max_prompt_tokens": 3, "long_prompts": "drop"}, "all 6 held-out prompts are too long"),
+    ],
+)
+def test_what_cannot_serve_is_refused_before_a_folder_is_made(
+    configured: Make, record: Make, tmp_path: Path, values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        record(tmp_path / "run").train(configured(tmp_path / "run", **values))
+    assert not (tmp_path / "run").exists()

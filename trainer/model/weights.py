@@ -200,8 +200,14 @@ def _notes(
         notes.append("The tokenizer has no chat template: prompts are given as plain text.")
     if not stop_ids(generation_config, hf_config, tokenizer):
         notes.append("The model names no end-of-sequence token: completions end at max_new_tokens only.")
-    if getattr(hf_config, "attention_dropout", 0.0):
-        notes.append(f"The config's attention_dropout of {hf_config.attention_dropout} is not applied.")
+    dropouts = {
+        name: value
+        for name, value in sorted(hf_config.to_dict().items())
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, (int, float)) and value > 0
+    }
+    if dropouts:  # it would make the log-probs of a training pass others than those that were sampled from
+        named = " and ".join(f"{name} of {value:g}" for name, value in dropouts.items())
+        notes.append(f"The config's {named} is not applied: training runs without dropout.")
     return tuple(notes)
 
 

@@ -294,14 +294,14 @@ def test_a_broken_generation_config_is_named(folder: Path) -> None:
 
 def test_notes_tell_what_is_unusual(folder: Path) -> None:
     assert load(folder).notes == ()
-    reconfigure(folder, attention_dropout=0.1, eos_token_id=None)
+    reconfigure(folder, attention_dropout=0.1, resid_pdrop=0.25, hidden_dropout=0.0, eos_token_id=None)
     reconfigure(folder, "generation_config.json", eos_token_id=None)
     reconfigure(folder, "tokenizer_config.json", eos_token=None)
     (folder / "chat_template.jinja").unlink()
     template, stop, dropout = load(folder).notes
     assert "no chat template: prompts are given as plain text" in template
     assert "completions end at max_new_tokens only" in stop
-    assert "attention_dropout of 0.1 is not applied" in dropout
+    assert "attention_dropout of 0.1 and resid_pdrop of 0.25 is not applied" in dropout
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", "/no/such/folder", "./nowhere", "two words"])
