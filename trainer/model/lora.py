@@ -150,9 +150,14 @@ def add_lora(loaded: LoadedModel, config: Config) -> Lora:
     """Freeze a model and put adapters beside its projections, their draws keyed by the run's seed.
 
     Raises:
-        UserError: The package peft is missing.
+        UserError: The package peft is missing, or the model is itself a folder of adapters.
     """
     _check_peft()
+    if is_adapter_folder(loaded.source):
+        raise UserError(
+            f"{loaded.source}: expected a model to put adapters on, got adapters: merge them into their base first "
+            "(peft's merge_and_unload), save, and name that folder"
+        )
     targets = lora_targets(config.lora_targets)
     base = loaded.model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)

@@ -188,6 +188,13 @@ def test_folders_that_are_not_ours_to_merge(
         load_merged(tmp_path, dtype=torch.float32, device="cpu")
 
 
+def test_adapters_on_adapters_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    adapted(tiny_folder)[1].save(tmp_path)
+    merged = load_merged(tmp_path, dtype=torch.float32, device="cpu")
+    with pytest.raises(UserError, match="expected a model to put adapters on, got adapters: merge them"):
+        add_lora(merged, Config(lora_rank=2))
+
+
 def test_without_peft_the_fix_is_said(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
