@@ -90,5 +90,6 @@ def _trainer(
     if options.given is not None:
         prompts, completions = ([list(ids) for ids in side] for side in options.given)
         texts = [[{"role": "assistant", "content": ""}] for _ in completions]
-        trainer._generate = lambda _: (prompts, completions, None, texts, None, {}, None, None)
+        rollout = (prompts, completions, None, texts, None, {}, None, None)
+        vars(trainer)["_generate"] = lambda prompts: rollout
     return trainer

@@ -21,7 +21,7 @@ pytest.importorskip("peft", reason="the extra lora is not installed")
 TIMES = ("t_", "tok_per_s", "decode_gbps", "mem_peak_bytes")
 
 
-def numbers(recorded: Any) -> list[dict[str, object]]:
+def numbers(recorded: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in recorded.rows("metrics")]
 
 
