@@ -28,8 +28,8 @@ GIB = 1 << 30
 KV_TERM = "keys and values while decoding"
 
 TRAINING_CURE = (
-    "lower --prompts-per-step, --group-size, --max-new-tokens or --tokens-per-micro-batch, set --beta 0, or take a "
-    "smaller model"
+    "lower --prompts-per-step, --group-size, --max-new-tokens or --tokens-per-micro-batch, set --beta 0, turn on "
+    "--activation-checkpointing, or take a smaller model"
 )
 EVALUATION_CURE = "lower --max-new-tokens, or take a smaller model"
 

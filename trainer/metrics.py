@@ -89,7 +89,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss", "the loss; near 0 on purpose when advantages are centred and there is one update"),
     Metric("grad_norm", "global norm of the gradient before clipping; null if the step was skipped"),
     Metric("frac_params_changed", "weights whose stored value moved", "fraction"),
-    Metric("frac_tokens_trained", "completion tokens with a non-zero gradient", "fraction"),
+    Metric("frac_tokens_trained", "completion tokens with a non-zero gradient / those of the groups kept", "fraction"),
     Metric("skipped_steps", "steps skipped so far for a non-finite gradient"),
     Metric("num_nonfinite", "values of this line that were not finite and became null"),
     Metric("nonfinite", "their keys"),

@@ -245,12 +245,12 @@ def test_a_run_killed_again_and_again_ends_as_if_never_touched(
     configured: Make, record: Make, tmp_path: Path, tiny_folder: Path
 ) -> None:
     """The command line, kill -9 at random moments, --resume: the last weights are those of an unbroken run."""
-    values = {"steps": 30, "checkpoint_every": 1, "eval_every": 0, "num_threads": 1}
+    values = {"steps": 12, "checkpoint_every": 1, "eval_every": 0, "num_threads": 1}
     whole = record(tmp_path / "whole").train(configured(tmp_path / "whole", **values))
     options = (
         f"--model {tiny_folder} --device cpu --numbers 2 --reward sloppy --prompts-per-step 4 --group-size 4 --seed 3 "
         "--max-new-tokens 16 --lr 3e-3 --eval-problems 6 --num-samples 2 --tokens-per-micro-batch 300 --plain "
-        f"--steps 30 --checkpoint-every 1 --eval-every 0 --num-threads 1 --run-dir {tmp_path / 'killed'}"
+        f"--steps 12 --checkpoint-every 1 --eval-every 0 --num-threads 1 --run-dir {tmp_path / 'killed'}"
     )
     first = [sys.executable, "-m", "sparkgrpo.trainer", "train", *options.split()]
     again = [sys.executable, "-m", "sparkgrpo.trainer", "train", "--plain", "--resume", str(tmp_path / "killed")]
@@ -275,6 +275,6 @@ def test_a_run_killed_again_and_again_ends_as_if_never_touched(
             break
         assert process.returncode == -signal.SIGKILL, output.decode()
         assert kills < 40
-    assert kills >= 3
+    assert kills >= 2
     recorded = record(tmp_path / "killed")
-    assert recorded.hash_of(30) == whole.hash_of(30)
+    assert recorded.hash_of(12) == whole.hash_of(12)

@@ -218,6 +218,48 @@ def test_loss_and_its_gradient_in_the_weights(
     assert_equal_gradients(gradients[-1], expected, relative=relative)
 
 
+@pytest.mark.parametrize("cap", [0.9, 2.0])
+def test_the_weight_of_the_mismatch(
+    trl_trainer: Any, make_batch: Make, monkeypatch: pytest.MonkeyPatch, cap: float
+) -> None:
+    """`importance_cap` is TRL's token_truncate: the capped ratio of trainer to sampler on the policy term."""
+    set_up(trl_trainer, {"loss_type": "dapo"})
+    config = Config(beta=0.0, normaliser="token", max_new_tokens=MAX_NEW)
+    batch = make_batch(seed=5)
+    length = torch.tensor(batch.length_S)
+    old_R = batch.logprob_R.double() + 0.3 * torch.randn(len(batch.logprob_R), dtype=torch.float64)
+    leaf = padded(old_R + 0.2, batch).requires_grad_()
+    monkeypatch.setattr(
+        trl_trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
+    )
+    monkeypatch.setattr(trl_trainer, "vllm_importance_sampling_correction", True)
+    inputs = through_trl(trl_trainer, batch)
+    monkeypatch.setattr(trl_trainer, "use_vllm", True)
+    factor_R = (old_R - batch.logprob_R.double()).exp().clamp(max=cap)
+    inputs |= {
+        "advantages": batch.advantage_S,
+        "old_per_token_logps": padded(old_R, batch),
+        "importance_sampling_ratio": padded(factor_R, batch),
+    }
+    trl_trainer._metrics["train"].clear()
+    trl_trainer._compute_loss(trl_trainer.model, inputs).backward()
+    rows = grpo_row_loss(
+        objective_of(config),
+        old_R + 0.2,
+        None,
+        RowInputs(
+            advantage_C=batch.advantage_S.repeat_interleave(length),
+            weight_C=our_rows(config, batch) * factor_R,
+            old_C=old_R,
+            ref_C=None,
+        ),
+    )
+    mask = torch.arange(leaf.shape[1]) < length[:, None]
+    assert leaf.grad is not None
+    torch.testing.assert_close(rows.g_C, leaf.grad[mask], rtol=1e-6, atol=1e-9)
+    assert (factor_R == cap).any() and (factor_R < cap).any()
+
+
 def trl_logprobs(trainer: Any, inputs: dict[str, Any]) -> Any:
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     mask = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
