@@ -185,6 +185,12 @@ def per_token(model: str, rounds: int) -> dict[str, object]:
     return {"ms_per_trained_token": milliseconds, "wall_and_cpu_s": {str(n): pairs for n, pairs in times.items()}}
 
 
+def short_name(model: str) -> str:
+    """The stem of a file, and of a folder its name; "embedded" for the model that ships."""
+    path = Path(model).resolve()
+    return path.parent.name if path.name == "model" else path.stem
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", help="SmolLM2-135M-Instruct: a folder or a GGUF file")
@@ -197,12 +203,13 @@ def main() -> None:
         run_side(options.side, options.model, options.rounds)
         return
     conditions = {
-        "model": "SmolLM2-135M-Instruct, fp32 on both sides",
+        "model": f"{short_name(options.model)}, fp32",
         "batch": f"groups of {GROUP_SIZE} completions x {NUM_TOKENS} tokens",
         "threads": torch.get_num_threads(),
     }
     if options.per_token:
-        name, result = "update_per_token", per_token(options.model, options.rounds)
+        name = f"update_per_token_{short_name(options.model).lower()}"
+        result = per_token(options.model, options.rounds)
     else:
         name, result = "update_against_trl", against_trl(options.model, options.rounds, options.only)
     path = write_result(name, torch.device("cpu"), {"conditions": conditions} | result)
