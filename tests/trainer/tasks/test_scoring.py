@@ -1,4 +1,4 @@
-"""The pool of scoring processes: every way a job can go wrong ends in an outcome, in bounded time, and in nothing else."""
+"""The pool of scoring processes: every way a job can go wrong ends in an outcome, in bounded time."""
 
 import os
 import signal
