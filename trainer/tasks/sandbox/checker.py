@@ -1,9 +1,9 @@
 """The trusted half of scoring: it holds the tests, and a confined child of its zygote only answers questions.
 
 A verdict is a vector with one entry per test, made here from plain values. Deadlines, caps and full pipes end in a
-reason code, never in a hang: every wait has an end on the monotonic clock, tested on each turn (a child may drip one byte
-at a time), and requests are written without blocking (a child may not read). A reply carries the random id of its call,
-so a candidate that takes its whole process over can still only send values.
+reason code, never in a hang: every wait has an end on the monotonic clock, tested on each turn (a child may drip one
+byte at a time), and requests are written without blocking (a child may not read). A reply carries the random id of its
+call, so a candidate that takes its whole process over can still only send values.
 
 What is not the candidate's doing gives no verdict: a failed fork, a dead zygote, a child that does not say `ready`. It
 is tried again with a fresh zygote, and then raises `SandboxError`.
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +113,7 @@ class Checker:
         self,
         *,
         level: Level = "strict",
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),
         functions: Sequence[str] = (),
         search_path: Sequence[str] = (),
         readable: Sequence[str] = (),
