@@ -3,27 +3,20 @@
 import ast
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.trainer.tasks.sandbox.takeover import TAKEOVER
 
 from sparkgrpo.trainer.tasks.code_text import MAX_CODE_CHARS, last_code_block
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits, Verdict, same_stdout
 
+TAKEOVER = Path(__file__).with_name("takeover.txt").read_text(encoding="utf-8")
 CASES = Path(__file__).parents[5] / "shared" / "data" / "cases" / "code.jsonl"
 ROWS = [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()] if CASES.exists() else []
 DEFAULT_MAX_S = 10.0
 
 pytestmark = pytest.mark.skipif(not ROWS, reason="the shared case rows are not beside the repository")
-
-
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    with Checker() as checker:
-        yield checker
 
 
 def text_of(row: dict, field: str) -> str:
