@@ -73,7 +73,7 @@ def test_slow_attack_on_squares(attack: dict, checker: Checker, squares: list, s
     verdict = checker.judge_calls(source(attack, "f"), "f", squares)
     assert time.monotonic() - start < TOTAL_S + MARGIN_S
     assert verdict.reason == attack["reason"], verdict
-    assert not any(verdict.passed)
+    assert sum(verdict.passed) == 0
     checker.limits = Limits()
     honest = checker.judge_calls("def f(x): return x * x", "f", squares)
     assert honest.reason == "ok", "the attack left something behind"
@@ -92,6 +92,13 @@ def fails(checker: Checker, code: str, problem: code_problems.CodeProblem) -> bo
     return not all(verdict.passed) and verdict.reason != "ok"
 
 
+@pytest.mark.parametrize("problem", problems("function")[::10], ids=lambda problem: problem.problem_id)
+def test_quick_attacks_on_some_problems(problem: code_problems.CodeProblem, checker: Checker) -> None:
+    quick = of_kind("value", "escape", "protocol")
+    assert [attack["name"] for attack in quick if not fails(checker, source(attack, problem.entry), problem)] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", problems("function"), ids=lambda problem: problem.problem_id)
 def test_quick_attacks_on_every_problem(problem: code_problems.CodeProblem, checker: Checker) -> None:
     quick = of_kind("value", "escape", "protocol")
@@ -107,7 +114,7 @@ def test_slow_attacks_on_every_problem(
     assert [attack["name"] for attack in slow if not fails(checker, source(attack, problem.entry), problem)] == []
 
 
-@pytest.mark.parametrize("problem", problems("program"), ids=lambda problem: problem.problem_id)
+@pytest.mark.parametrize("problem", problems("program")[::4], ids=lambda problem: problem.problem_id)
 def test_program_attacks(problem: code_problems.CodeProblem, checker: Checker) -> None:
     for name, code in PROGRAM_ATTACKS.items():
         assert fails(checker, code.replace("{problem_file!r}", repr(str(code_problems.PROBLEM_FILE))), problem), name
