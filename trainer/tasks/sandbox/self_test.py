@@ -64,8 +64,8 @@ if results != [1, 64] or not re.match("a+", "aa"): raise OSError(str(results))
 CURES = {
     "landlock": 'Landlock needs Linux 5.13 or newer with "landlock" in the kernel\'s list of security modules '
     "(boot option lsm=), and a container runtime that lets its system calls through",
-    "seccomp": "seccomp filters need x86_64 or aarch64 and a kernel built with CONFIG_SECCOMP_FILTER",
-    "bwrap": "install bubblewrap (apt install bubblewrap) and let it make user namespaces, or use --sandbox strict",
+    "seccomp": "Filters of system calls need x86_64 or aarch64 and a kernel built with CONFIG_SECCOMP_FILTER",
+    "bwrap": "Install bubblewrap (apt install bubblewrap) and let it make user namespaces, or use --sandbox strict",
 }
 
 

@@ -11,9 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits, SandboxError, same_stdout
 
+HONEST = yaml.safe_load(Path(__file__).with_name("honest.yaml").read_text(encoding="utf-8"))
+MODULES = """
+abc argparse array ast asyncio base64 bisect calendar collections copy csv dataclasses datetime decimal
+difflib enum fractions functools graphlib hashlib heapq html io itertools json keyword logging math numbers
+operator pathlib pprint queue random re secrets shlex statistics string struct tempfile textwrap threading
+time timeit tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib
+zoneinfo
+"""
 SQUARE = "def f(x): return x * x"
 
 
@@ -38,44 +47,15 @@ def quick(checker: Checker) -> Iterator[Checker]:
     checker.limits = Limits()
 
 
-@pytest.mark.parametrize(
-    "module",
-    "abc argparse array ast asyncio base64 bisect calendar collections copy csv dataclasses datetime decimal difflib enum "
-    "fractions functools graphlib hashlib heapq html io itertools json keyword logging math numbers operator pathlib "
-    "pprint queue random re secrets shlex statistics string struct tempfile textwrap threading time timeit tokenize "
-    "traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib zoneinfo".split(),
-)
+@pytest.mark.parametrize("module", MODULES.split())
 def test_the_standard_library_can_be_imported(checker: Checker, module: str) -> None:
     verdict = checker.judge_calls(f"import {module}\ndef f(): return 1", "f", [((), 1)])
     assert verdict.reason == "ok", verdict
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import threading\ndef f():\n    out = []\n    ts = [threading.Thread(target=out.append, args=(1,)) for _ in range(4)]\n"
-        "    [t.start() for t in ts]; [t.join() for t in ts]\n    return sum(out)",
-        "from concurrent.futures import ThreadPoolExecutor\ndef f():\n    with ThreadPoolExecutor(4) as pool: return sum(pool.map(int, '1111'))",
-        "import asyncio\nasync def g(): return (await asyncio.gather(*[asyncio.sleep(0, 1) for _ in range(4)]))\n"
-        "def f(): return sum(asyncio.run(g()))",
-        "import random, os, secrets, uuid\ndef f():\n    random.random(); os.urandom(8); secrets.token_hex(); uuid.uuid4(); return 4",
-        "import time\ndef f():\n    time.sleep(0.01); time.time(); time.monotonic(); time.localtime(); return 4",
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 4\ndef f(): return P().x",
-        "from enum import Enum\nclass E(Enum):\n    A = 4\ndef f(): return E.A.value",
-        "import sys\nsys.setrecursionlimit(5000)\ndef g(n): return n if n == 0 else g(n - 1)\ndef f(): return g(3000) + 4",
-        "import os\ndef f():\n    with open(os.devnull, 'w') as file: print(1, file=file)\n    return 4",
-        "import io, contextlib\ndef f():\n    s = io.StringIO()\n    with contextlib.redirect_stdout(s): print('four')\n    return len(s.getvalue()) - 1",
-        "import resource, signal, os\ndef f():\n    resource.getrlimit(resource.RLIMIT_AS); signal.signal(signal.SIGUSR1, lambda *a: None)\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1); return 4",
-        "import multiprocessing, os\ndef f(): return min(4, 4 * (os.cpu_count() or 1))",
-        "print('loading')\ndef f():\n    print('called' * 1000)\n    return 4",
-        "if __name__ == '__main__':\n    f = None\nelse:\n    f = lambda: 4",
-        "import inspect, typing\ndef g(a: int) -> int: return a\ndef f(): return len(inspect.signature(g).parameters) + 3",
-        "from __future__ import annotations\ndef f() -> Nonsense: return 4",
-    ],
-)
-def test_honest_programs_work(checker: Checker, code: str) -> None:
-    verdict = checker.judge_calls(code, "f", [((), 4)])
+@pytest.mark.parametrize("program", HONEST, ids=lambda program: program["name"])
+def test_honest_programs_work(checker: Checker, program: dict) -> None:
+    verdict = checker.judge_calls(program["code"], "f", [((), 4)])
     assert verdict.reason == "ok", verdict
 
 
@@ -164,8 +144,19 @@ def test_a_program_need_not_read_its_input(checker: Checker) -> None:
 
 @pytest.mark.parametrize(
     ("printed", "is_same"),
-    [("1\n2", True), ("1\n2\n\n", True), ("1 \t\r\n2\r\n", True), (b"1\n2\n", True), ("1\n\n2", False), (" 1\n2", False)]
-    + [("1", False), ("1\n2\n3", False), ("1 2", False), ("", False), (b"1\n2\xff", False)],
+    [
+        ("1\n2", True),
+        ("1\n2\n\n", True),
+        ("1 \t\r\n2\r\n", True),
+        (b"1\n2\n", True),
+        ("1\n\n2", False),
+        (" 1\n2", False),
+        ("1", False),
+        ("1\n2\n3", False),
+        ("1 2", False),
+        ("", False),
+        (b"1\n2\xff", False),
+    ],
 )
 def test_same_stdout(printed: str | bytes, is_same: bool) -> None:
     assert same_stdout(printed, "1\n2\n") is is_same
@@ -202,7 +193,9 @@ def test_functions_run_in_fresh_children(tmp_path: Path) -> None:
         "    if x == 'escape': return open('/etc/passwd').read(4)\n    return len(calls)\n"
     )
     name = "a_checker:judge"
-    with Checker(functions=[name], search_path=[str(tmp_path)], readable=[str(tmp_path)], limits=Limits(call_s=0.5)) as c:
+    with Checker(
+        functions=[name], search_path=[str(tmp_path)], readable=[str(tmp_path)], limits=Limits(call_s=0.5)
+    ) as c:
         assert [c.call_function(name, (1,)) for _ in range(2)] == [("ok", 1)] * 2
         assert c.call_function(name, ("die",)) == ("crashed", None)
         assert c.call_function(name, ("hang",)) == ("timeout", None)
@@ -221,7 +214,13 @@ def test_500_candidates_leave_nothing(squares: list) -> None:
         assert checker._zygote is not None
         checker.judge_calls(SQUARE, "f", squares)
         before, zygote_fds = resources(), len(os.listdir(f"/proc/{checker._zygote.pid}/fd"))
-        codes = [SQUARE, "import os\nos._exit(1)", "def f(x): return 'x' * (2 << 20)", "def f(", "import os\nos.close(4)"]
+        codes = [
+            SQUARE,
+            "import os\nos._exit(1)",
+            "def f(x): return 'x' * (2 << 20)",
+            "def f(",
+            "import os\nos.close(4)",
+        ]
         for n in range(500):
             checker.judge_calls(codes[n % len(codes)], "f", squares[:1])
         assert resources() == before

@@ -33,10 +33,12 @@ HASHABLE = st.recursive(
 )
 VALUES = st.recursive(
     HASHABLE | st.floats(),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.sets(HASHABLE, max_size=4)
-    | st.dictionaries(HASHABLE, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.sets(HASHABLE, max_size=4)
+        | st.dictionaries(HASHABLE, inner, max_size=4)
+    ),
     max_leaves=20,
 )
 NODES = st.recursive(
@@ -82,9 +84,24 @@ def test_many_bytes_give_a_value_or_malformed(data: bytes) -> None:
     "data",
     [
         *(b"", b"[", b"null", b"1", b"NaN", b'{"n":1}', b'["i",1]', b'["s","\xff"]', b'["i","1_0"]', b'["i","0x1"]'),
-        *(b'["i"," 1"]', b'["i",""]', b'["i","-"]', b'["b","2"]', b'["b",true]', b'["y","0"]', b'["y","0 0"]', b'["l"]'),
+        *(
+            b'["i"," 1"]',
+            b'["i",""]',
+            b'["i","-"]',
+            b'["b","2"]',
+            b'["b",true]',
+            b'["y","0"]',
+            b'["y","0 0"]',
+            b'["l"]',
+        ),
         *(b'["f","0x1p99999999999"]', b'["x",[]]', b'["n","n"]', b'["n",[]]', b'["d",[["n"]]]'),
-        *(b'["e",[["l",[]]]]', b'["e",[["n"],["n"]]]', b'["d",[["n"],["n"],["n"],["n"]]]', b'["l","n"]', b'["s",["n"]]'),
+        *(
+            b'["e",[["l",[]]]]',
+            b'["e",[["n"],["n"]]]',
+            b'["d",[["n"],["n"],["n"],["n"]]]',
+            b'["l","n"]',
+            b'["s",["n"]]',
+        ),
         b"[" * 900_000,
         b"9" * 1_000_000,
         b'["i","' + b"f" * (MAX_HEX_DIGITS + 1) + b'"]',
@@ -175,8 +192,18 @@ def test_a_list_that_holds_itself_has_no_node() -> None:
 
 @pytest.mark.parametrize(
     ("expected", "got"),
-    [(2.0, 2), (0.3, 0.1 + 0.2), (1e300, 1e300 * (1 + 1e-12)), (math.nan, math.nan), (math.inf, math.inf), (0.0, -0.0)]
-    + [([1.0, (2.0,)], [1, (2,)]), ({1, 2}, {2, 1}), ({"a": [1.0]}, {"a": [1]}), ({(1, "x"): 0}, {(1, "x"): 0})],
+    [
+        (2.0, 2),
+        (0.3, 0.1 + 0.2),
+        (1e300, 1e300 * (1 + 1e-12)),
+        (math.nan, math.nan),
+        (math.inf, math.inf),
+        (0.0, -0.0),
+        ([1.0, (2.0,)], [1, (2,)]),
+        ({1, 2}, {2, 1}),
+        ({"a": [1.0]}, {"a": [1]}),
+        ({(1, "x"): 0}, {(1, "x"): 0}),
+    ],
 )
 def test_same(expected: object, got: object) -> None:
     assert same(expected, got)
@@ -184,9 +211,28 @@ def test_same(expected: object, got: object) -> None:
 
 @pytest.mark.parametrize(
     ("expected", "got"),
-    [(2, 2.0), (1, True), (True, 1), ([1], (1,)), ({1}, frozenset({1})), ({1}, {True}), ("1", 1), (b"1", "1")]
-    + [(0.5, math.nan), (1.0, 1.0 + 1e-6), (math.inf, 1e308), (math.inf, -math.inf), ([1, 2], [2, 1]), ([1], [1, 1])]
-    + [({1: 2}, {True: 2}), ({"a": 1}, {"a": 1, "b": 2}), (None, 0), (2.0, 10**400), (0.0, False), ({1.0}, {1})],
+    [
+        (2, 2.0),
+        (1, True),
+        (True, 1),
+        ([1], (1,)),
+        ({1}, frozenset({1})),
+        ({1}, {True}),
+        ("1", 1),
+        (b"1", "1"),
+        (0.5, math.nan),
+        (1.0, 1.0 + 1e-06),
+        (math.inf, 1e308),
+        (math.inf, -math.inf),
+        ([1, 2], [2, 1]),
+        ([1], [1, 1]),
+        ({1: 2}, {True: 2}),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        (None, 0),
+        (2.0, 10**400),
+        (0.0, False),
+        ({1.0}, {1}),
+    ],
 )
 def test_not_same(expected: object, got: object) -> None:
     assert not same(expected, got)
