@@ -102,6 +102,7 @@ class Checker:
     Args:
         level: Walls: strict; bwrap, which puts the zygote into bubblewrap too; basic, which is no wall.
         functions: "module:function" names for `call_function`; they are imported before the walls go up.
+        warm_up: Calls (name, arguments) made once before the walls go up, so that no child pays for a first time.
         search_path: Folders in which to look for their modules, beside the standard library.
         readable: Files and folders that children may read, beside the standard library.
 
@@ -115,6 +116,7 @@ class Checker:
         level: Level = "strict",
         limits: Limits = Limits(),
         functions: Sequence[str] = (),
+        warm_up: Sequence[tuple[str, tuple]] = (),
         search_path: Sequence[str] = (),
         readable: Sequence[str] = (),
     ) -> None:
@@ -124,6 +126,7 @@ class Checker:
         self._settings = {
             "is_strict": level != "basic",
             "functions": list(functions),
+            "warm_up": [(name, list(arguments)) for name, arguments in warm_up],
             "search_path": list(search_path),
             "readable": list(readable),
             "memory_bytes": limits.memory_bytes,

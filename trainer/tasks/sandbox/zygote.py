@@ -80,6 +80,8 @@ def _prepare(settings: dict) -> dict[str, Callable[..., object]]:
     for name in settings["functions"]:
         module, _, function = name.partition(":")
         functions[name] = getattr(importlib.import_module(module), function)
+    for name, arguments in settings["warm_up"]:
+        functions[name](*arguments)
     return functions
 
 
