@@ -3,8 +3,8 @@
     python -m benchmarks.code_scoring [--seconds 4] [--workers 2]
 
 Rows: right answers with 8 tests each; the same as programs, a process a test; a batch in which each eighth answer is
-hostile (it crashes, floods or does not compile); one process alone, whose wall time a single answer waits; what one more
-test costs in the same child; and math-verify, where its extra is installed. Beside them, the deadline: how long a batch
+hostile (it crashes, floods or does not compile); one process alone, whose wall time a single answer waits; what one
+more test costs in the same child; and math-verify, where its extra is installed. Beside them, the deadline: how long a batch
 of two answers that loop for ever takes beyond the limit of a call.
 """
 

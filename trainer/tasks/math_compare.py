@@ -15,11 +15,11 @@ def compare(gold: str, answer: str) -> str:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     readers = [LatexExtractionConfig(), ExprExtractionConfig()]
-    # None: no deadlines of its own, which are alarms; the process has one from outside
-    parsed_gold = parse(f"${gold}$", readers, parsing_timeout=None)
+    # 0: no deadlines of its own, which are alarms; the process has one from outside
+    parsed_gold = parse(f"${gold}$", readers, parsing_timeout=0)
     if not parsed_gold:
         return BAD_GOLD
-    parsed = parse(f"${answer}$", readers, parsing_timeout=None)
+    parsed = parse(f"${answer}$", readers, parsing_timeout=0)
     if not parsed:
         return UNPARSABLE
-    return SAME if verify(parsed_gold, parsed, timeout_seconds=None) else DIFFERENT
+    return SAME if verify(parsed_gold, parsed, timeout_seconds=0) else DIFFERENT

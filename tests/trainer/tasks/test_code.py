@@ -7,11 +7,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.tasks.base import Completion, Problem, TaskWithProcesses, is_heldout, opened, start_scoring
+from sparkgrpo.trainer.tasks.base import (
+    Completion,
+    Message,
+    Problem,
+    TaskWithProcesses,
+    is_heldout,
+    opened,
+    start_scoring,
+)
 from sparkgrpo.trainer.tasks.code import Code, CodeOptions, ScoringError, make_problem
 from sparkgrpo.trainer.tasks.code_text import last_code_block
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
@@ -183,25 +192,26 @@ def test_hidden_tests_are_not_in_what_a_model_or_a_reward_function_sees(task: Co
         shown = json.dumps([problem.prompt, problem.columns], ensure_ascii=False)
         assert known.reference not in shown and known.generator not in shown
         assert set(problem.columns) == task.columns
+        content = cast(Message, problem.prompt[0])["content"]
         for given, expected in known.visible:
-            assert str(given if known.kind == "program" else repr(expected)) in problem.prompt[0]["content"]
+            assert str(given if known.kind == "program" else repr(expected)) in content
         if known.kind == "function":
             calls = [f"({', '.join(map(repr, given))})" for given, _ in known.hidden()]
-            assert not [call for call in calls if f"{known.entry}{call}" in problem.prompt[0]["content"]]
+            assert not [call for call in calls if f"{known.entry}{call}" in content]
 
 
 def test_opening_tells_the_walls_and_closing_ends_the_processes() -> None:
     task = Code(CodeOptions(num_workers=1))
     assert isinstance(task, TaskWithProcesses)
     with opened(task) as opening:
-        assert opening.facts["sandbox"]["level"] == "strict"
+        assert cast(dict, opening.facts["sandbox"])["level"] == "strict"
         assert opening.notes[0].startswith("sandbox strict: Landlock ABI")
         (pid,) = task._pool.pids()
     assert not Path(f"/proc/{pid}").exists()
     unsafe = Code(CodeOptions(sandbox="basic", is_unsafe_allowed=True, num_workers=1))
     with opened(unsafe) as opening:
         assert opening.notes[0].startswith("UNSAFE: programs that the model writes run without walls")
-        assert opening.facts["sandbox"]["layers"] == ["rlimits", "process_group"]
+        assert cast(dict, opening.facts["sandbox"])["layers"] == ["rlimits", "process_group"]
 
 
 def test_options_of_a_run() -> None:
