@@ -4,8 +4,8 @@
 
 Rows: right answers with 8 tests each; the same as programs, a process a test; a batch in which each eighth answer is
 hostile (it crashes, floods or does not compile); one process alone, whose wall time a single answer waits; what one
-more test costs in the same child; and math-verify, where its extra is installed. Beside them, the deadline: how long a batch
-of two answers that loop for ever takes beyond the limit of a call.
+more test costs in the same child; and math-verify, where its extra is installed. Beside them, the deadline: how long
+a batch of answers that loop for ever, one for each process, takes beyond the limit of a call.
 """
 
 import argparse
@@ -19,9 +19,10 @@ from benchmarks.record import write_result
 from sparkgrpo.trainer.tasks.code_judge import HANDLER
 from sparkgrpo.trainer.tasks.math_answers import MathChecker, MathOptions
 from sparkgrpo.trainer.tasks.math_judge import missing_package
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.self_test import self_test
 from sparkgrpo.trainer.tasks.sandbox.wire import encode
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 from sparkgrpo.trainer.tasks.scoring import ScoringPool
 
 NUM_TESTS, BATCH = 8, 64

@@ -27,9 +27,9 @@ from sparkgrpo.trainer.tasks.base import (
 from sparkgrpo.trainer.tasks.code_judge import HANDLER
 from sparkgrpo.trainer.tasks.code_problems import NUM_VISIBLE, CodeProblem, read_problems
 from sparkgrpo.trainer.tasks.code_text import FENCE, MAX_CODE_CHARS, last_code_block
-from sparkgrpo.trainer.tasks.sandbox.checker import Level, Limits
 from sparkgrpo.trainer.tasks.sandbox.self_test import SandboxReport, require_sandbox
 from sparkgrpo.trainer.tasks.sandbox.wire import encode
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level, Limits
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, default_num_workers
 
 REASONS = (

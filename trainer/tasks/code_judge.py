@@ -7,8 +7,9 @@ imports the standard library and the sandbox alone, so that a scoring process st
 from collections.abc import Callable
 from typing import Any
 
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.wire import decode
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 HANDLER = "sparkgrpo.trainer.tasks.code_judge:make_handler"
 

@@ -14,8 +14,8 @@ from typing import Any, Self, cast
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.tasks.math_compare import BAD_GOLD, DIFFERENT, SAME, UNPARSABLE
 from sparkgrpo.trainer.tasks.math_judge import HANDLER, missing_package
-from sparkgrpo.trainer.tasks.sandbox.checker import Level, Limits
 from sparkgrpo.trainer.tasks.sandbox.self_test import SandboxReport, require_sandbox
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level, Limits
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, default_num_workers
 
 NO_ANSWER, TOO_COMPLEX, TIMEOUT = "no_answer", "too_complex", "timeout"

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Limits
 
 HANDLER = "sparkgrpo.trainer.tasks.math_judge:make_handler"
 COMPARE = "sparkgrpo.trainer.tasks.math_compare:compare"
@@ -28,10 +29,12 @@ def make_handler(settings: dict[str, Any]) -> Callable[[list[str]], dict[str, st
     checker = Checker(
         level=settings["level"],
         limits=Limits(**settings["limits"]),
-        functions=[COMPARE],
-        warm_up=[(COMPARE, (r"\frac{1}{2}", "0.5")), (COMPARE, ("x^2", r"\sqrt{2}"))],
-        search_path=sorted({str(folder.parent) for folder in folders}),
-        readable=sorted({str(folder) for folder in folders}),
+        equipment=Equipment(
+            functions=[COMPARE],
+            warm_up=[(COMPARE, (r"\frac{1}{2}", "0.5")), (COMPARE, ("x^2", r"\sqrt{2}"))],
+            search_path=sorted({str(folder.parent) for folder in folders}),
+            readable=sorted({str(folder) for folder in folders}),
+        ),
     )
 
     def judge(job: list[str]) -> dict[str, str]:

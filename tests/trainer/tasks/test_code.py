@@ -24,7 +24,7 @@ from sparkgrpo.trainer.tasks.base import (
 from sparkgrpo.trainer.tasks.code import Code, CodeOptions, ScoringError, make_problem
 from sparkgrpo.trainer.tasks.code_text import last_code_block
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
-from sparkgrpo.trainer.tasks.sandbox.checker import Limits
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from sparkgrpo.trainer.tasks.code_problems import (
     Draw,
     read_problems,
 )
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits, Verdict
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Verdict
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 PROBLEMS = read_problems()
 NUM_WRONG, NUM_FRESH = 3, 20

@@ -16,7 +16,7 @@ from sparkgrpo.trainer.tasks.math_answers import (
     boxed_answer,
     is_too_complex,
 )
-from sparkgrpo.trainer.tasks.sandbox.checker import Limits
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None or sys.platform != "linux", reason="needs the extra math, and Linux"

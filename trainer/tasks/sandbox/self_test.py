@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Level, SandboxError
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.confine import BASIC_LAYERS, STRICT_LAYERS
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level, SandboxError
 
 HONEST = "honest work"
 
@@ -126,7 +127,7 @@ def self_test(level: Level = "strict") -> SandboxReport:
         if sys.platform != "linux":
             raise SandboxError(f"the walls are Linux's, this is {uname.sysname}", "landlock")
         with Checker(level=level) as checker, tempfile.TemporaryDirectory() as folder:
-            abi = checker.abi
+            abi = checker.link.abi
             findings = tuple(_findings(checker, folder, must_deny=set(layers)))
     except SandboxError as error:
         layer = error.layer or ("bwrap" if level == "bwrap" else "zygote")

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from sparkgrpo.trainer.tasks import code_problems
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 ATTACKS = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text(encoding="utf-8"))
 TAKEOVER = Path(__file__).with_name("takeover.txt").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits, SandboxError, same_stdout
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker, same_stdout
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Limits, SandboxError
 
 HONEST = yaml.safe_load(Path(__file__).with_name("honest.yaml").read_text(encoding="utf-8"))
 MODULES = """
@@ -164,24 +165,24 @@ def test_same_stdout(printed: str | bytes, is_same: bool) -> None:
 
 def test_a_dead_zygote_costs_no_verdict(squares: list) -> None:
     with Checker() as checker:
-        assert checker._zygote is not None
-        first = checker._zygote.pid
+        assert checker.link.pid is not None
+        first = checker.link.pid
         os.kill(first, signal.SIGKILL)
         assert checker.judge_calls(SQUARE, "f", squares).reason == "ok"
-        assert checker._zygote.pid != first
+        assert checker.link.pid != first
 
 
 def test_a_zygote_that_dies_under_a_candidate_ends_it(squares: list) -> None:
     with Checker(limits=Limits(call_s=1.5)) as checker:
-        assert checker._zygote is not None
-        threading.Timer(0.3, os.kill, (checker._zygote.pid, signal.SIGKILL)).start()
+        assert checker.link.pid is not None
+        threading.Timer(0.3, os.kill, (checker.link.pid, signal.SIGKILL)).start()
         verdict = checker.judge_calls("while True: pass", "f", squares)
         assert verdict.reason == "crashed"  # its parent's death killed it
         assert checker.judge_calls(SQUARE, "f", squares).reason == "ok"
 
 
 def test_a_stopped_zygote_raises_and_pays_nothing(monkeypatch: pytest.MonkeyPatch, squares: list) -> None:
-    monkeypatch.setattr("sparkgrpo.trainer.tasks.sandbox.checker.ZYGOTE_PROGRAM", Path("/nonexistent"))
+    monkeypatch.setattr("sparkgrpo.trainer.tasks.sandbox.zygote_link.ZYGOTE_PROGRAM", Path("/nonexistent"))
     with pytest.raises(SandboxError, match="did not start"):
         Checker()
 
@@ -193,9 +194,9 @@ def test_functions_run_in_fresh_children(tmp_path: Path) -> None:
         "    if x == 'escape': return open('/etc/passwd').read(4)\n    return len(calls)\n"
     )
     name = "a_checker:judge"
-    with Checker(
-        functions=[name], search_path=[str(tmp_path)], readable=[str(tmp_path)], limits=Limits(call_s=0.5)
-    ) as c:
+    folder = [str(tmp_path)]
+    equipment = Equipment(functions=[name], search_path=folder, readable=folder)
+    with Checker(equipment=equipment, limits=Limits(call_s=0.5)) as c:
         assert [c.call_function(name, (1,)) for _ in range(2)] == [("ok", 1)] * 2
         assert c.call_function(name, ("die",)) == ("crashed", None)
         assert c.call_function(name, ("hang",)) == ("timeout", None)
@@ -203,7 +204,7 @@ def test_functions_run_in_fresh_children(tmp_path: Path) -> None:
         assert c.call_function(name, ("escape",)) == ("exception", "PermissionError")
         assert c.call_function("no:such", ()) == ("no_function", None)
     with pytest.raises(SandboxError, match="No module named 'no_such'"):
-        Checker(functions=["no_such:f"])
+        Checker(equipment=Equipment(functions=["no_such:f"]))
 
 
 def test_500_candidates_leave_nothing(squares: list) -> None:
@@ -211,9 +212,9 @@ def test_500_candidates_leave_nothing(squares: list) -> None:
         return len(os.listdir("/proc/self/fd")), len(children(os.getpid()))
 
     with Checker() as checker:
-        assert checker._zygote is not None
+        assert checker.link.pid is not None
         checker.judge_calls(SQUARE, "f", squares)
-        before, zygote_fds = resources(), len(os.listdir(f"/proc/{checker._zygote.pid}/fd"))
+        before, zygote_fds = resources(), len(os.listdir(f"/proc/{checker.link.pid}/fd"))
         codes = [
             SQUARE,
             "import os\nos._exit(1)",
@@ -224,16 +225,17 @@ def test_500_candidates_leave_nothing(squares: list) -> None:
         for n in range(500):
             checker.judge_calls(codes[n % len(codes)], "f", squares[:1])
         assert resources() == before
-        assert len(os.listdir(f"/proc/{checker._zygote.pid}/fd")) == zygote_fds
-        assert children(checker._zygote.pid) == []
+        assert len(os.listdir(f"/proc/{checker.link.pid}/fd")) == zygote_fds
+        assert children(checker.link.pid) == []
 
 
 def test_a_killed_checker_takes_its_children_along() -> None:
     program = (
         f"import sys; sys.path = {sys.path!r}\n"
-        "from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits\n"
+        "from sparkgrpo.trainer.tasks.sandbox.checker import Checker\n"
+        "from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits\n"
         "checker = Checker(limits=Limits(call_s=60, total_s=60))\n"
-        "print(checker._zygote.pid, flush=True)\n"
+        "print(checker.link.pid, flush=True)\n"
         "checker.judge_calls('import time\\nprint(1)\\nwhile True: time.sleep(1)', 'f', [((), 0)])"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

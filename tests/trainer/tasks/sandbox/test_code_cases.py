@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sparkgrpo.trainer.tasks.code_text import MAX_CODE_CHARS, last_code_block
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits, Verdict, same_stdout
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Verdict, same_stdout
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 TAKEOVER = Path(__file__).with_name("takeover.txt").read_text(encoding="utf-8")
 CASES = Path(__file__).parents[5] / "shared" / "data" / "cases" / "code.jsonl"

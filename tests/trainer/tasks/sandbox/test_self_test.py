@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.self_test import HONEST, PROBES, require_sandbox, self_test
 
 # A kernel without a system call: a filter in front of ours answers it with an error. 444: landlock_create_ruleset,
@@ -85,10 +87,10 @@ def test_bubblewrap_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_bubblewrap_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As where user namespaces are switched off: it ends, and no zygote comes."""
     program = tmp_path / "bwrap"
-    program.write_text("#!/bin/sh\nexit 1\n")
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
-    with pytest.raises(UserError, match=r"layer bwrap .* without a word"):
+    with pytest.raises(UserError, match=r"layer bwrap .* No permissions to create a new namespace"):
         require_sandbox("bwrap", is_unsafe_allowed=False)
 
 
@@ -100,6 +102,18 @@ def test_bubblewrap_that_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     report = require_sandbox("bwrap", is_unsafe_allowed=False)
     assert report.level == "bwrap" and "bwrap" in report.layers and "landlock" in report.layers
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_the_real_bubblewrap(squares: list) -> None:
+    report = self_test("bwrap")
+    if any("namespace" in failure.detail for failure in report.failures):
+        pytest.skip("bubblewrap may make no namespaces here")
+    assert report.failures == ()
+    with Checker(level="bwrap") as checker:
+        assert checker.judge_calls("def f(x): return x * x", "f", squares).reason == "ok"
+        own_pid = "import os\ndef f(): return os.getppid() < 10"
+        assert checker.judge_calls(own_pid, "f", [((), True)]).reason == "ok", "it sees processes of the machine"
 
 
 def test_a_wall_that_does_not_hold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
