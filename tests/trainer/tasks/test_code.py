@@ -26,6 +26,8 @@ from sparkgrpo.trainer.tasks.code_text import last_code_block
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
 from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
+pytestmark = pytest.mark.walls
+
 
 @pytest.fixture(scope="module")
 def task() -> Iterator[Code]:

@@ -20,6 +20,8 @@ from sparkgrpo.trainer.tasks.code_problems import (
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Verdict
 from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
+pytestmark = pytest.mark.walls
+
 PROBLEMS = read_problems()
 NUM_WRONG, NUM_FRESH = 3, 20
 EACH = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.problem_id)

@@ -9,25 +9,13 @@ import pytest
 from sparkgrpo.trainer.cli import main
 from sparkgrpo.trainer.tasks.sandbox import self_test
 
-OPTIONS = [
-    "--task",
-    "code",
-    "--device",
-    "cpu",
-    "--model",
-    "embedded",
-    "--plain",
-    "--num-threads",
-    "1",
-    "--prompts-per-step",
-    "2",
-    "--group-size",
-    "4",
-    "--max-new-tokens",
-    "64",
-    "--eval-problems",
-    "4",
-]
+pytestmark = pytest.mark.walls
+
+TEXT = (
+    "--task code --device cpu --model embedded --plain --num-threads 1 "
+    "--prompts-per-step 2 --group-size 4 --max-new-tokens 64 --eval-problems 4"
+)
+OPTIONS = TEXT.split()
 
 
 def lines(path: Path) -> list[dict]:

@@ -32,6 +32,7 @@ def checker() -> Iterator[MathChecker]:
 
 
 @needs_library
+@pytest.mark.walls
 @pytest.mark.parametrize(
     ("gold", "text", "reason"),
     [
@@ -64,6 +65,7 @@ def test_reasons(checker: MathChecker, gold: str, text: str, reason: str) -> Non
 
 
 @needs_library
+@pytest.mark.walls
 def test_a_tower_ends_at_the_deadline_and_holds_nothing_up(checker: MathChecker) -> None:
     start = time.monotonic()
     texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{3}", r"\boxed{3}", r"\boxed{999!^{999!}}", r"\boxed{3}"]
@@ -74,12 +76,14 @@ def test_a_tower_ends_at_the_deadline_and_holds_nothing_up(checker: MathChecker)
 
 
 @needs_library
+@pytest.mark.walls
 def test_a_right_answer_that_cannot_be_read_is_a_mistake_of_the_data(checker: MathChecker) -> None:
     with pytest.raises(UserError, match="right answer '' cannot be read"):
         checker.judge([""], [r"\boxed{3}"])
 
 
 @needs_library
+@pytest.mark.walls
 def test_random_text_gives_a_known_reason(checker: MathChecker) -> None:
     pieces = [
         *[r"\frac", r"\sqrt", r"{", r"}", r"1", r"x", r"^", r"_", r"(", r")", r"!", r"=", r",", r"\%"],
@@ -94,6 +98,7 @@ def test_random_text_gives_a_known_reason(checker: MathChecker) -> None:
 
 
 @needs_library
+@pytest.mark.walls
 def test_answers_share_no_process(checker: MathChecker) -> None:
     """What one parse leaves behind cannot reach the next: each is the first of its process."""
     assert checker.judge(["x"] * 3, [r"\boxed{x}"] * 3) == ["ok"] * 3

@@ -12,6 +12,8 @@ from sparkgrpo.trainer.tasks import code_problems
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
+pytestmark = pytest.mark.walls
+
 ATTACKS = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text(encoding="utf-8"))
 TAKEOVER = Path(__file__).with_name("takeover.txt").read_text(encoding="utf-8")
 CALL_S, TOTAL_S = 0.3, 1.0

@@ -16,6 +16,8 @@ import yaml
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker, same_stdout
 from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Limits, SandboxError
 
+pytestmark = pytest.mark.walls
+
 HONEST = yaml.safe_load(Path(__file__).with_name("honest.yaml").read_text(encoding="utf-8"))
 MODULES = """
 abc argparse array ast asyncio base64 bisect calendar collections copy csv dataclasses datetime decimal

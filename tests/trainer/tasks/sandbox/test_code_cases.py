@@ -17,7 +17,10 @@ CASES = Path(__file__).parents[5] / "shared" / "data" / "cases" / "code.jsonl"
 ROWS = [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()] if CASES.exists() else []
 DEFAULT_MAX_S = 10.0
 
-pytestmark = pytest.mark.skipif(not ROWS, reason="the shared case rows are not beside the repository")
+pytestmark = [
+    pytest.mark.walls,
+    pytest.mark.skipif(not ROWS, reason="the shared case rows are not beside the repository"),
+]
 
 
 def text_of(row: dict, field: str) -> str:

@@ -14,6 +14,8 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.self_test import HONEST, PROBES, require_sandbox, self_test
 
+pytestmark = pytest.mark.walls
+
 # A kernel without a system call: a filter in front of ours answers it with an error. 444: landlock_create_ruleset,
 # 446: landlock_restrict_self, 317 and 157: seccomp and prctl, of which x86_64 alone is spelt out here.
 WITHOUT = """

@@ -83,6 +83,7 @@ def unwalled() -> Iterator[Checker]:
         yield checker
 
 
+@pytest.mark.walls
 @pytest.mark.parametrize("name", [*PROBES, *MORE_PROBES])
 def test_denied(name: str, checker: Checker, tmp_path: Path) -> None:
     verdict = checker.judge_calls(program(name), "probe", [(probe_arguments(str(tmp_path)), "denied")])
@@ -128,6 +129,7 @@ def reachable_interpreter() -> str | None:
     return None
 
 
+@pytest.mark.walls
 def test_as_an_ordinary_user(open_folder: Path) -> None:
     """The walls need no privilege: the same probes, from the start, in a process without any."""
     if os.getuid() != 0:
@@ -244,6 +246,7 @@ def test_cutting_off_is_denied_beside_an_old_landlock() -> None:
     assert run_bpf(template, seccomp.OPENAT[0], 0xC000003E, [0, 0, 0o2, 0, 0, 0]) == seccomp.ALLOW
 
 
+@pytest.mark.walls
 def test_a_machine_without_table_has_no_walls(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="riscv64"):
         seccomp.filter_template("riscv64")
