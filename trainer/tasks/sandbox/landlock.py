@@ -5,7 +5,8 @@ library and writing to /dev/null. Whatever Landlock's version (ABI) can restrict
 files, TCP ports, signals and abstract sockets to processes outside.
 
 The standard library is allowed entry by entry, without site-packages and dist-packages: a rule on the whole folder
-would let a program read tests that are installed there (measured).
+would let a program read tests that are installed there (measured). Names stay visible: Landlock does not restrict
+stat and readlink, so a program can learn that a file exists and how large it is, though not what is in it.
 
 Source: Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h of the Linux kernel.
 """

@@ -74,7 +74,7 @@ def encode(value: object, depth: int = 0, budget: Budget | None = None) -> list:
         node = _scalar(kind, value)
         budget.spend(len(node[1]) + 8)
         return node
-    if kind.__len__(value) > budget.num_nodes:  # pyright: ignore - before any of them is made
+    if kind.__len__(value) * (2 if kind is dict else 1) > budget.num_nodes:  # pyright: ignore - before any of them is made
         raise TooLarge("too many nodes")
     if kind is dict:
         budget.spend(8)

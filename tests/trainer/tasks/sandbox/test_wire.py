@@ -127,7 +127,7 @@ def test_the_worst_decodable_frames_are_quick() -> None:
         assert len(data) <= MAX_BYTES
         start = time.perf_counter()
         decode(parse(data))
-        assert time.perf_counter() - start < 2.0  # 25 to 150 ms on a quiet machine
+        assert time.perf_counter() - start < 4.0  # 25 to 150 ms on a quiet machine
 
 
 def test_subclasses_arrive_as_their_plain_base() -> None:
@@ -180,7 +180,7 @@ def test_encoding_stops_early(value: object) -> None:
     start = time.perf_counter()
     with pytest.raises(TooLarge):
         encode(value)
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < 4.0  # 0 to 70 ms
 
 
 def test_a_list_that_holds_itself_has_no_node() -> None:
