@@ -38,9 +38,17 @@ class Config:
     numbers: str = "3"
     """Numbers in a Countdown puzzle: 2 (easy), 3, 4 (hard), or a mix such as "2,3"."""
 
-    reward: Literal["strict", "sloppy"] = "strict"
-    """What training pays: "strict" pays a right answer; "sloppy" pays whenever the target's digits occur anywhere, an
-    experiment in reward hacking. Accuracy is always strict."""
+    reward: Literal["strict", "sloppy", "visible"] = "strict"
+    """What training pays: "strict" pays a right answer. Experiments in reward hacking: "sloppy" (Countdown) pays
+    whenever the target's digits occur anywhere, "visible" (code) for the tests in the prompt. Accuracy is always
+    strict."""
+
+    sandbox: Literal["strict", "bwrap", "basic"] = "strict"
+    """Walls around programs that the model writes (code): "strict": Landlock, seccomp, limits; "bwrap": inside
+    bubblewrap too; "basic": no walls, only with unsafe_sandbox."""
+
+    unsafe_sandbox: bool = False
+    """Run the model's programs even where no walls stand: they can then do all that you can."""
 
     preset: str = "grpo"
     """Named objective: sets advantage, normaliser, surrogate, ratio, clip range and beta."""

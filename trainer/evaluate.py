@@ -10,7 +10,7 @@ from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Sampling
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task, start_scoring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,5 +63,6 @@ def evaluate(
     sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
     rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
+    start_scoring(task, problems, completions)
     scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
     return Evaluation(problems=problems, completions=completions, scores=scores)

@@ -43,7 +43,7 @@ from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
-from sparkgrpo.trainer.tasks.base import Problem, Task
+from sparkgrpo.trainer.tasks.base import Problem, Task, TaskOpening, opened
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
 from sparkgrpo.trainer.update import Updater
 
@@ -79,6 +79,11 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
+    with opened(make_task(config.task, task_options(config))) as opening:
+        return _train(config, opening, user_set=user_set, view=view)
+
+
+def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
@@ -86,8 +91,8 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     # Under LoRA a checkpoint holds the adapters alone.
     base = model_source(model_name)
     loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
-    loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
-    environment = describe(device, Path(__file__))
+    loop = build_loop(config, loaded, opening.task)
+    environment = {**describe(device, Path(__file__)), **opening.facts}
     if checkpoint is None:
         progress = Progress()
         log = RunLog.create(config, user_set=user_set, environment=environment)
@@ -99,6 +104,8 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     with log, stop_flag() as is_asked_to_stop:
         run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
         run.begin(model_name)
+        for note in opening.notes:
+            view.note(note)
         run.train(is_asked_to_stop)
         assert progress.eval_before is not None
         is_stopped = progress.step < config.steps
@@ -126,7 +133,8 @@ def evaluate_command(config: Config) -> dict[str, object]:
     longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
     plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
     engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-    row = evaluate(engine, dialogue, task, problems, config).row(0)
+    with opened(task):
+        row = evaluate(engine, dialogue, task, problems, config).row(0)
     return {
         "model": model_name,
         "task": config.task,

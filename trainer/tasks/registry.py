@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.tasks.base import Task
+from sparkgrpo.trainer.tasks.code import Code, CodeOptions
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
 
@@ -16,18 +17,29 @@ class TaskOptions:
 
     countdown: CountdownOptions = field(default_factory=CountdownOptions)
     """Countdown: numbers, held-out share, what training pays."""
+    code: CodeOptions = field(default_factory=CodeOptions)
+    """Code: what training pays, the walls around programs."""
     echo: EchoOptions = field(default_factory=EchoOptions)
     """The toy: number of prompts."""
 
 
 def task_options(config: Config) -> TaskOptions:
     """The task options that a run's configuration asks for."""
+    if config.task == Code.name:  # each task checks its own part alone: a reward that one has is unknown to another
+        code = CodeOptions(
+            reward=config.reward,  # pyright: ignore[reportArgumentType]
+            sandbox=config.sandbox,
+            is_unsafe_allowed=config.unsafe_sandbox,
+        )
+        return TaskOptions(code=code)
     numbers = tuple(int(number) for number in config.numbers.split(","))
-    return TaskOptions(countdown=CountdownOptions(numbers=numbers, reward=config.reward))
+    countdown = CountdownOptions(numbers=numbers, reward=config.reward)  # pyright: ignore[reportArgumentType]
+    return TaskOptions(countdown=countdown)
 
 
 TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
     Countdown.name: lambda options: Countdown(options.countdown),
+    Code.name: lambda options: Code(options.code),
     Echo.name: lambda options: Echo(options.echo),
 }
 

@@ -29,5 +29,5 @@ def test_unknown_name_names_the_nearest(typo: str, nearest: str) -> None:
 
 
 def test_unknown_name_without_a_neighbour_lists_the_tasks() -> None:
-    with pytest.raises(ValueError, match="unknown task 'zzz': the tasks are countdown, echo"):
+    with pytest.raises(ValueError, match="unknown task 'zzz': the tasks are code, countdown, echo"):
         make_task("zzz", TaskOptions())
