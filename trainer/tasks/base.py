@@ -11,15 +11,22 @@ pattern.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sparkgrpo.kernels.philox import philox_words
+
+NUM_FEISTEL_ROUNDS = 6
 
 Message = Mapping[str, str]
 """One chat message: {"role": ..., "content": ...}."""
 
 OK = "ok"
 """The reason code of a right answer, in every task. All other codes are the task's own (`Task.reasons`)."""
+NOT_APPLICABLE, REWARD_ERROR, SCORED = "not_applicable", "reward_error", "scored"
+"""Codes beside reward functions of users: none of them judged the row; one of them failed on it; judged, by no strict
+check. The first two stand with reward None."""
+MANY_ANSWERS = "many_answers"
+"""Name of the part that says whether a text has several answer blocks; its mean is logged as `frac_many_answers`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +70,10 @@ class Score:
         return self.reason == OK
 
 
+UNVERIFIED = Score(reward=None, parts={}, reason=SCORED)
+"""What `verify` gives in a task that has no strict check: accuracy is then not known."""
+
+
 class Task(Protocol):
     """The contract between a task and the loop."""
 
@@ -87,11 +98,22 @@ class Task(Protocol):
         ...
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
-        """The strict check: reward 0.0 or 1.0, never None, and no option has a say in it."""
+        """The strict check: reward 0.0 or 1.0, and no option has a say in it. `UNVERIFIED` where there is none."""
         ...
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What training pays for each completion; problems[i] is the problem of completions[i]."""
+        ...
+
+
+@runtime_checkable
+class EvaluationReport(Protocol):
+    """What a task may add to the line of an evaluation, such as the accuracy of a constant guess."""
+
+    def evaluation_report(
+        self, problems: Sequence[Problem], completions: Sequence[Completion], verdicts: Sequence[Score]
+    ) -> Mapping[str, float | None]:
+        """Named numbers about one evaluation; None is "not known"."""
         ...
 
 
@@ -132,6 +154,34 @@ class KeyedDraws:
             other = self.below(last + 1)
             order[last], order[other] = order[other], order[last]
         return order
+
+
+def place_in_order(key: int, index: int, num_items: int) -> int:
+    """Which item of a finite set stands at `index` of an endless stream that walks the whole set, epoch after epoch.
+
+    Each epoch is another permutation: a balanced Feistel network on the next power of four, walked along its cycle
+    until it lands inside the set. It needs no memory and no epoch before it. Source: Black and Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002.
+
+    Args:
+        key: Key of the stream (`stream_key`).
+        index: 0, 1, ...; index // num_items is the epoch.
+        num_items: Size of the set, at least 1.
+
+    Returns:
+        A number in 0 .. num_items - 1; the num_items indices of an epoch give each once.
+    """
+    epoch, place = divmod(index, num_items)
+    num_half_bits = max(1, ((num_items - 1).bit_length() + 1) // 2)
+    mask = (1 << num_half_bits) - 1
+    while True:
+        left, right = place >> num_half_bits, place & mask
+        for round_idx in range(NUM_FEISTEL_ROUNDS):
+            word = philox_words(key, right, epoch, epoch >> 32, round_idx)[0]
+            left, right = right, left ^ (word & mask)
+        place = left << num_half_bits | right
+        if place < num_items:
+            return place
 
 
 def is_heldout(identity: str, heldout_frac: float) -> bool:
