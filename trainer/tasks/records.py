@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparkgrpo.trainer.config import UserError
 
@@ -139,5 +140,5 @@ def _load_hub(name: str, default_config: str | None) -> Splits:
     )
 
 
-def _hub_records(rows: Iterable[Mapping[str, object]], place: str) -> list[Record]:
+def _hub_records(rows: Iterable[Any], place: str) -> list[Record]:
     return [Record(dict(row), f"{place} row {number}") for number, row in enumerate(rows, start=1)]

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, describe
+from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, UnknownReference, describe
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, WorkerStartError
 
 HANDLER = "sparkgrpo.trainer.tasks.reward_call:make_caller"
@@ -56,7 +56,12 @@ class ProcessChannel:
         try:
             self._pool = ScoringPool(HANDLER, {"functions": [list(pair) for pair in references]}, num_workers=1)
         except WorkerStartError as error:
-            raise UserError(f"reward: {self._texts} cannot be loaded: {last_line(str(error))}\n{error}") from None
+            raised = last_line(str(error))
+            kind, _, told = raised.partition(": ")
+            is_told = kind.endswith(UnknownReference.__name__)  # everything else needs its traceback
+            raise UserError(
+                f"reward: {told}" if is_told else f"reward: {self._texts} cannot be loaded: {raised}\n{error}"
+            ) from None
 
     def describe(self) -> list[dict[str, Any]]:
         """What the process found."""
