@@ -26,7 +26,12 @@ from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
 
 SECTIONS: tuple[tuple[str, str], ...] = (
-    ("what to train", "model lora_rank lora_alpha lora_targets task numbers reward preset seed steps"),
+    ("what to train", "model lora_rank lora_alpha lora_targets task numbers preset seed steps"),
+    (
+        "task and reward",
+        "reward reward_weights reward_timeout_s truncated_reward format_reward single_answer max_number max_target "
+        "xmlcount_floor data prompt_column answer_column checker heldout_frac flexible",
+    ),
     ("machine", "device precision num_threads tokens_per_micro_batch activation_checkpointing attention"),
     (
         "rollout",
@@ -42,7 +47,10 @@ SECTIONS: tuple[tuple[str, str], ...] = (
     ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
     ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain"),
 )
-_EVAL_FIELDS = "model task numbers eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+_EVAL_FIELDS = (
+    "model task numbers max_number max_target data prompt_column answer_column checker heldout_frac flexible "
+    "eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ pattern.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from sparkgrpo.kernels.philox import philox_words
@@ -22,9 +22,9 @@ Message = Mapping[str, str]
 
 OK = "ok"
 """The reason code of a right answer, in every task. All other codes are the task's own (`Task.reasons`)."""
-NOT_APPLICABLE, REWARD_ERROR, SCORED = "not_applicable", "reward_error", "scored"
-"""Codes beside reward functions of users: none of them judged the row; one of them failed on it; judged, by no strict
-check. The first two stand with reward None."""
+NOT_APPLICABLE, SCORED = "not_applicable", "scored"
+"""Codes of reward functions beside `metrics.REWARD_ERROR`: none of them judged the row, whose reward is then None; and
+judged, in a task without a strict check."""
 MANY_ANSWERS = "many_answers"
 """Name of the part that says whether a text has several answer blocks; its mean is logged as `frac_many_answers`."""
 
@@ -117,14 +117,39 @@ class EvaluationReport(Protocol):
         ...
 
 
-def _hash64(text: str) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What judging a step's completions left beside the scores."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for the step's line, by their keys in metrics.jsonl."""
+    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    """JSON values by column, one for each completion in the order of judging."""
+    warnings: Sequence[str] = ()
+    """What went wrong and did not stop the run, a sentence each."""
+
+
+@runtime_checkable
+class StepObserver(Protocol):
+    """A task whose judgements know the step, or leave more than scores."""
+
+    def begin_step(self, step: int, num_problems: int) -> None:
+        """Step 1, 2, ... begins, with so many problems; it may be judged in several batches."""
+        ...
+
+    def take_report(self) -> StepReport:
+        """What the batches since the last call left."""
+        ...
+
+
+def hash64(text: str) -> int:
     """BLAKE2b of the text as 64 bits, big-endian. `hash()` would differ from process to process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def stream_key(task_name: str, stream: str, seed: int) -> int:
     """The 64-bit Philox key of one of a task's streams, such as ("countdown", "train", 0)."""
-    return _hash64(f"{task_name}/{stream}/{seed}")
+    return hash64(f"{task_name}/{stream}/{seed}")
 
 
 class KeyedDraws:
@@ -189,4 +214,4 @@ def is_heldout(identity: str, heldout_frac: float) -> bool:
 
     The identity alone decides, so training and evaluation cannot meet, whatever the seed and the order.
     """
-    return _hash64(identity) < heldout_frac * 2.0**64
+    return hash64(identity) < heldout_frac * 2.0**64

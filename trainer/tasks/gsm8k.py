@@ -23,12 +23,11 @@ from sparkgrpo.trainer.tasks.base import (
     Message,
     Problem,
     Score,
-    is_heldout,
     place_in_order,
     stream_key,
 )
 from sparkgrpo.trainer.tasks.number_text import NUMBER_REASONS, judge_number, last_number, read_answer, read_number
-from sparkgrpo.trainer.tasks.records import Record, load_splits, text_digest
+from sparkgrpo.trainer.tasks.records import Record, load_splits, split_by_identity, text_digest
 
 SYSTEM_PROMPT = (
     "Solve the problem step by step. Write your steps between the tags <reasoning> and </reasoning>, then the final "
@@ -213,23 +212,11 @@ class Gsm8k:
         self.grader = NumberGrader(options.grading)
         splits = load_splits(options.data, default_config="main")
         train = [_problem(record) for record in splits.train]
-        if splits.test is None:
-            frac = DEFAULT_HELDOUT_FRAC if options.heldout_frac is None else options.heldout_frac
-            self._heldout = [problem for problem in train if is_heldout(problem.identity, frac)]
-            self._train = [problem for problem in train if not is_heldout(problem.identity, frac)]
-            self.num_dropped = 0
-        else:
-            if options.heldout_frac is not None:
-                raise UserError(f"heldout_frac: {options.data} has a test split, which decides; leave heldout_frac out")
-            self._heldout = [_problem(record) for record in splits.test]
-            held = {problem.identity for problem in self._heldout}
-            self._train = [problem for problem in train if problem.identity not in held]
-            self.num_dropped = len(train) - len(self._train)
-        if not self._train:
-            raise UserError(f"data: {options.data} leaves no row to train on; expected rows that no test split holds")
+        test = None if splits.test is None else [_problem(record) for record in splits.test]
+        split = split_by_identity(train, test, options.heldout_frac, DEFAULT_HELDOUT_FRAC, splits.source)
+        self._train, self._heldout, self.notes = split.train, split.heldout, split.notes
+        self.num_dropped = split.num_dropped
         self.num_problems: int | None = len(self._train)
-        dropped = f", {self.num_dropped} training rows dropped that occur in the test split"
-        self.notes: tuple[str, ...] = (f"data {splits.source}: {len(self._train)} to train on{dropped}",)
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Training rows start .. start + count - 1 of this seed's stream, which walks all of them once an epoch."""
@@ -237,20 +224,9 @@ class Gsm8k:
         return [self._train[place_in_order(key, index, size)] for index in range(start, start + count)]
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` distinct held-out rows of a fixed order. ValueError when there are fewer."""
+        """The first `count` held-out rows of a fixed order, or all there are."""
         key, size = stream_key(self.name, "heldout", 0), len(self._heldout)
-        found: dict[str, Problem] = {}
-        for index in range(size):
-            problem = self._heldout[place_in_order(key, index, size)]
-            found.setdefault(problem.identity, problem)
-            if len(found) == count:
-                break
-        if len(found) < count:
-            raise ValueError(
-                f"{count} held-out problems were asked for, but {self.options.data} has {len(found)}: "
-                "ask for at most that many"
-            )
-        return list(found.values())[:count]
+        return [self._heldout[place_in_order(key, index, size)] for index in range(min(count, size))]
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 if the answer is the gold number, else 0.0."""

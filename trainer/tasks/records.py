@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.tasks.base import Problem, hash64, is_heldout
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 TEST_SPLITS = ("test", "validation")
@@ -76,6 +77,56 @@ def in_memory(rows: Iterable[object]) -> Splits:
     if not records:
         raise UserError("dataset: expected at least one row, got none")
     return Splits(train=records, test=None, source="rows given from Python")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemSplit:
+    """Problems to train on and to evaluate on, which never meet."""
+
+    train: Sequence[Problem]
+    """At least one."""
+    heldout: Sequence[Problem]
+    """Distinct; at least one."""
+    num_dropped: int
+    """Training rows left out because they occur in the test split."""
+    notes: tuple[str, ...]
+    """What people should know."""
+
+
+def split_by_identity(
+    train: Sequence[Problem],
+    test: Sequence[Problem] | None,
+    heldout_frac: float | None,
+    default_frac: float,
+    source: str,
+) -> ProblemSplit:
+    """Keep a test split, and drop the training rows that occur in it; without one, hold a share out by hash.
+
+    A share that holds nothing out still gives one row, so that every run can be evaluated; a single row serves both.
+
+    Raises:
+        UserError: `heldout_frac` beside a test split, or nothing left to train on.
+    """
+    if test is not None and heldout_frac is not None:
+        raise UserError(f"heldout_frac: {source} has a test split, which decides; leave heldout_frac out")
+    by_identity = {problem.identity: problem for problem in test or train}
+    if test is None:
+        frac = default_frac if heldout_frac is None else heldout_frac
+        by_identity = {name: problem for name, problem in by_identity.items() if is_heldout(name, frac)}
+        if not by_identity:
+            first = min(train, key=lambda problem: hash64(problem.identity))
+            by_identity = {first.identity: first}
+    kept = [problem for problem in train if problem.identity not in by_identity]
+    notes = []
+    if not kept and test is None:
+        kept = list(train)
+        notes.append("the data have one row alone, so that the evaluation is on what is trained on")
+    if not kept:
+        raise UserError(f"data: {source} leaves no row to train on: all of them occur in its test split")
+    num_dropped = 0 if test is None else len(train) - len(kept)
+    dropped = f"; {num_dropped} training rows dropped that occur in the test split" if test is not None else ""
+    notes.insert(0, f"data {source}: {len(kept)} rows to train on, {len(by_identity)} held out{dropped}")
+    return ProblemSplit(train=kept, heldout=list(by_identity.values()), num_dropped=num_dropped, notes=tuple(notes))
 
 
 def normalised(text: str) -> str:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, REWARD_ERROR, Completion, Problem, Score
+from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, Completion, Problem, Score
 from sparkgrpo.trainer.tasks.reward_call import GIVEN, Reply, RewardFunction, describe, packed_ids
 from sparkgrpo.trainer.tasks.reward_channels import Channel, ProcessChannel, ThreadChannel, last_line
 
