@@ -1,13 +1,29 @@
-"""Tasks by name."""
+"""Tasks by name, and what a configuration makes of them.
+
+A name is one of `TASKS` (which need nothing) or `DATA_TASKS` (which need rows), "gym:<dataset>" for reasoning-gym, or a
+reference to a task of the user's own, "file.py:MyTask". Settings that the named task does not take are refused here.
+"""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sparkgrpo.trainer.config import Config, UserError
+from sparkgrpo.trainer.task_config import CHECKERS, reward_references
 from sparkgrpo.trainer.tasks.base import Task
+from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
+from sparkgrpo.trainer.tasks.gsm8k import Gsm8k, Gsm8kOptions, NumberRewardOptions
+from sparkgrpo.trainer.tasks.gym import PREFIX as GYM
+from sparkgrpo.trainer.tasks.gym import Gym
+from sparkgrpo.trainer.tasks.own_task import load_task
+from sparkgrpo.trainer.tasks.records import Splits, load_splits
+from sparkgrpo.trainer.tasks.rewarded import RewardedTask
+from sparkgrpo.trainer.tasks.rows import Rows, RowsOptions
+from sparkgrpo.trainer.tasks.user import RewardFunctions
+from sparkgrpo.trainer.tasks.word_problems import WordProblems, WordProblemsOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,24 +34,200 @@ class TaskOptions:
     """Countdown: numbers, held-out share, what training pays."""
     echo: EchoOptions = field(default_factory=EchoOptions)
     """The toy: number of prompts."""
-
-
-def task_options(config: Config) -> TaskOptions:
-    """The task options that a run's configuration asks for."""
-    numbers = tuple(int(number) for number in config.numbers.split(","))
-    return TaskOptions(countdown=CountdownOptions(numbers=numbers, reward=config.reward))
+    gsm8k: Gsm8kOptions = field(default_factory=Gsm8kOptions)
+    """GSM8K: where the rows are, what training pays."""
+    word_problems: WordProblemsOptions = field(default_factory=WordProblemsOptions)
+    """Word problems: held-out share, what training pays."""
+    rows: RowsOptions = field(default_factory=RowsOptions)
+    """Rows of any data set: columns and checker."""
+    data: str = ""
+    """Where those rows are."""
+    heldout_frac: float | None = None
+    """Share held out, for data sets of reasoning-gym."""
+    reward_timeout_s: float = 60.0
+    """Deadline of a function that checks answers."""
 
 
 TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
     Countdown.name: lambda options: Countdown(options.countdown),
     Echo.name: lambda options: Echo(options.echo),
+    WordProblems.name: lambda options: WordProblems(options.word_problems),
 }
+DATA_TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
+    Gsm8k.name: lambda options: Gsm8k(options.gsm8k),
+    Rows.name: lambda options: _rows_from_data(options),
+}
+
+_NUMERIC = (Gsm8k.name, WordProblems.name)
+_TAKEN_BY: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("numbers", "max_number", "max_target", "format_reward", "single_answer"), (Countdown.name,)),
+    **dict.fromkeys(("xmlcount_floor", "flexible"), _NUMERIC),
+    **dict.fromkeys(("prompt_column", "answer_column", "checker"), (Rows.name,)),
+    "data": (Gsm8k.name, Rows.name),
+    "heldout_frac": (Countdown.name, *_NUMERIC, Rows.name, GYM),
+}
+"""Which tasks take a setting that not all take."""
+_REWARDS: Mapping[str, tuple[str, ...]] = {
+    Countdown.name: ("strict", "sloppy"),
+    **dict.fromkeys(_NUMERIC, ("five", "correct")),
+}
+"""The words of `reward` that a task knows beside auto, its default first; others know "strict" alone."""
+_OF_OWN_REWARD = ("format_reward", "single_answer", "xmlcount_floor")
+
+
+def task_options(config: Config) -> TaskOptions:
+    """The task options that a run's configuration asks for. ValueError for those that do not go together."""
+    word = config.reward
+    numbers = tuple(int(number) for number in config.numbers.split(","))
+    grading = NumberRewardOptions(
+        reward="correct" if word == "correct" else "five",
+        xmlcount_floor=config.xmlcount_floor,
+        truncated_reward=config.truncated_reward,
+    )
+    return TaskOptions(
+        countdown=CountdownOptions(
+            numbers=numbers,
+            max_number=config.max_number,
+            max_target=config.max_target,
+            heldout_frac=config.heldout_frac,
+            reward="sloppy" if word == "sloppy" else "strict",
+            format_reward=config.format_reward,
+            single_answer=config.single_answer,
+            truncated_reward=config.truncated_reward,
+        ),
+        gsm8k=Gsm8kOptions(
+            data=config.data, heldout_frac=config.heldout_frac, grading=grading, is_flexible=config.flexible
+        ),
+        word_problems=WordProblemsOptions(
+            heldout_frac=config.heldout_frac, grading=grading, is_flexible=config.flexible
+        ),
+        rows=RowsOptions(
+            prompt_column=config.prompt_column,
+            answer_column=config.answer_column,
+            checker=config.checker,
+            heldout_frac=config.heldout_frac,
+        ),
+        data=config.data,
+        heldout_frac=config.heldout_frac,
+        reward_timeout_s=config.reward_timeout_s,
+    )
 
 
 def make_task(name: str, options: TaskOptions) -> Task:
     """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
-    if name not in TASKS:
-        nearest = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise UserError(f"unknown task {name!r}: {hint}the tasks are {', '.join(sorted(TASKS))}")
-    return TASKS[name](options)
+    known = {**TASKS, **DATA_TASKS}
+    if name in known:
+        return known[name](options)
+    if name.startswith(GYM):
+        return Gym(name.removeprefix(GYM), heldout_frac=options.heldout_frac)
+    if ":" in name:
+        return load_task(name)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    if name.endswith((".jsonl", ".json")):
+        hint = f"rows of a file are --task rows --data {name}; "
+    raise UserError(
+        f"unknown task {name!r}: {hint}the tasks are {', '.join(sorted(known))}, gym:<dataset>, file.py:MyTask"
+    )
+
+
+def rows_task(options: TaskOptions, splits: Splits) -> Task:
+    """Rows that are there already as a task, with the checker that the options name."""
+    checker = options.rows.checker
+    if not options.rows.answer_column or checker in ("number", "exact"):
+        return Rows(options.rows, splits)
+    if checker in CHECKERS:
+        raise UserError(f"checker: {checker!r} is not to be had here; expected number, exact or a function")
+    return CheckedRows(options.rows, splits, checker=checker, timeout_s=options.reward_timeout_s)
+
+
+def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
+    """Refuse what the named task does not take, and settings that contradict each other. `UserError` with the way out.
+
+    Args:
+        user_set: What the person set; a default or a recipe may hold settings of other tasks.
+    """
+    kind = GYM if config.task.startswith(GYM) else config.task
+    for name, tasks in _TAKEN_BY.items():
+        if name in user_set and kind not in tasks:
+            raise UserError(
+                f"{name}: belongs to the task {' or '.join(task.rstrip(':') for task in tasks)}, "
+                f"got the task {config.task}: leave {name} out"
+            )
+    functions = reward_references(config.reward)
+    words = _REWARDS.get(kind, ("strict",))
+    if not functions and config.reward not in ("auto", *words):
+        raise UserError(
+            f"reward: the task {config.task} pays {' or '.join(words)}, or functions such as file.py:name; "
+            f"got {config.reward!r}"
+        )
+    own = [name for name in _OF_OWN_REWARD if name in user_set and functions]
+    if own:
+        raise UserError(f"{own[0]}: is part of the task's own reward, which {config.reward} replaces: leave one out")
+    if config.reward_weights and not functions and config.task != Rows.name:
+        raise UserError("reward_weights: weighs reward functions, and none is given: expected --reward file.py:name")
+
+
+def make_run_task(
+    config: Config,
+    user_set: Mapping[str, object],
+    *,
+    warn: Callable[[str], None],
+    task: Task | None = None,
+    functions: Sequence[Callable[..., Any]] = (),
+) -> Task:
+    """The task of a run, with reward functions in place of its reward where there are some; close it if it can be.
+
+    Args:
+        warn: Told what cannot wait for the end of a step.
+        task: An object in place of the name that the configuration has.
+        functions: Python objects, or references, in place of those that the configuration names.
+
+    Raises:
+        UserError: Settings that do not go together; data, a task or a function that cannot be had.
+    """
+    if task is None:
+        check_settings(config, user_set)
+        try:
+            task = make_task(config.task, task_options(config))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"task: {error}") from None
+    rewards = functions or reward_references(config.reward)
+    if not rewards:
+        if isinstance(task, Rows) and not task.options.answer_column:
+            raise UserError(
+                "reward: rows without an answer column have nothing that judges them; expected --answer-column, or "
+                "--reward file.py:name"
+            )
+        return task
+    try:
+        reward_functions = RewardFunctions(
+            rewards,
+            weights=tuple(float(weight) for weight in config.reward_weights.split(",") if weight),
+            columns=task.columns,
+            is_plain=isinstance(task, Rows) and task.has_text_prompts,
+            timeout_s=config.reward_timeout_s,
+            warn=warn,
+        )
+    except BaseException:
+        close_task(task)
+        raise
+    return RewardedTask(task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward)
+
+
+def close_task(task: Task) -> None:
+    """End the processes of a task that has some."""
+    close = getattr(task, "close", None)
+    if callable(close):
+        close()
+
+
+def _rows_from_data(options: TaskOptions) -> Task:
+    if not options.data:
+        raise UserError(
+            "data: the task rows needs rows; expected --data FILE.jsonl or --data owner/name (the hub, with the extra "
+            "data). A run whose rows came from Python goes on from Python"
+        )
+    return rows_task(options, load_splits(options.data))

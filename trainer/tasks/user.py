@@ -23,6 +23,8 @@ from sparkgrpo.trainer.metrics import REWARD_ERROR
 from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, Completion, Problem, Score
 from sparkgrpo.trainer.tasks.reward_call import GIVEN, Reply, RewardFunction, describe, packed_ids
 from sparkgrpo.trainer.tasks.reward_channels import Channel, ProcessChannel, ThreadChannel, last_line
+from sparkgrpo.trainer.tasks.verl import PREFIX as VERL
+from sparkgrpo.trainer.tasks.verl import VerlChannel
 
 MIN_ROW_S, LOOP_GRACE_S, RERUN_GRACE_S = 0.25, 2.0, 10.0
 
@@ -71,6 +73,8 @@ class _Batch:
     values: dict[str, list[Value]] = field(default_factory=dict)
     logged: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, list[object]] = field(default_factory=dict)
+    parts: dict[int, dict[str, float]] = field(default_factory=dict)
+    """More parts of a row, by its number."""
     num_rows: int = 0
 
     def take(self, name: str, reply: Reply, rows: Sequence[int]) -> None:
@@ -78,6 +82,8 @@ class _Batch:
         kept = self.values.setdefault(name, [None] * self.num_rows)
         for row, value in zip(rows, reply["values"], strict=True):
             kept[row] = Failure(value["bad"]) if isinstance(value, dict) else value
+        for row, more in zip(rows, reply.get("parts", ()), strict=False):
+            self.parts.setdefault(row, {}).update(more)
         for metric, number in reply["metrics"]:
             self.logged.setdefault(metric, []).append(number)
         for column, values in reply["extras"].items():
@@ -144,11 +150,14 @@ class RewardFunctions:
         is_async: dict[str, bool] = {}
         references = [(name, function) for name, function in named if isinstance(function, str)]
         objects = [RewardFunction.of(function, name) for name, function in named if not isinstance(function, str)]
-        opened: list[tuple[ProcessChannel, tuple[str, str]]] = []
-        for pair in references:
-            channel = ProcessChannel([pair], self._timeout_s)
+        opened: list[tuple[Channel, tuple[str, str]]] = []
+        for name, reference in references:
+            if reference.startswith(VERL):
+                channel: Channel = VerlChannel(name, reference.removeprefix(VERL), self._timeout_s)
+            else:
+                channel = ProcessChannel([(name, reference)], self._timeout_s)
             self._channels.append(channel)
-            opened.append((channel, pair))
+            opened.append((channel, (name, reference)))
         for channel, (name, _) in opened:
             is_async[name] = _checked(name, channel.describe()[0], columns)
         together = [(channel, pair) for channel, pair in opened if is_async[pair[0]]]
@@ -271,7 +280,8 @@ class RewardFunctions:
                 scores.append(Score(reward=None, parts={}, reason=NOT_APPLICABLE))
             else:
                 total = sum(self.weights[name] * value for name, value in known.items())
-                scores.append(Score(reward=total, parts=known, reason=verdict.reason))
+                parts = known | batch.parts.get(row, {})
+                scores.append(Score(reward=total, parts=parts, reason=verdict.reason))
         warnings = []
         for name in self.names:
             failures = [value for value in batch.values[name] if isinstance(value, Failure)]
