@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
 from sparkgrpo.trainer.tasks.base import Problem, Task
-from sparkgrpo.trainer.tasks.registry import make_task, task_options
+from sparkgrpo.trainer.tasks.registry import evaluation_task, run_task
 from sparkgrpo.trainer.update import Updater
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,8 +60,8 @@ class TrainResult:
     run_dir: str
     steps: int
     """Steps done, from the beginning of the run."""
-    eval_before: float
-    """Held-out accuracy before step 1, a fraction."""
+    eval_before: float | None
+    """Held-out accuracy before step 1, a fraction; None for a task without a strict check."""
     eval_after: float | None
     """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
     wall_s: float
@@ -69,16 +69,30 @@ class TrainResult:
     """Asked to stop (Ctrl-C, SIGTERM) before the last step; the checkpoint is there to go on from."""
 
 
-def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
+def train(
+    config: Config,
+    *,
+    user_set: Mapping[str, object],
+    view: RunView,
+    task: Task | None = None,
+    reward_functions: Sequence[str | Callable[..., object]] = (),
+) -> TrainResult:
     """Train as configured, or go on with the run that `config.resume` names.
 
     Args:
         user_set: What the person set, for run.json.
         view: Shows the run; it is closed by the caller.
+        task: An object in place of the task that the configuration names; closed here.
+        reward_functions: In place of the reward that the configuration names.
 
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
+    with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as made:
+        return _train(config, user_set=user_set, view=view, task=made)
+
+
+def _train(config: Config, *, user_set: Mapping[str, object], view: RunView, task: Task) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
@@ -86,7 +100,7 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     # Under LoRA a checkpoint holds the adapters alone.
     base = model_source(model_name)
     loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
-    loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
+    loop = build_loop(config, loaded, task)
     environment = describe(device, Path(__file__))
     if checkpoint is None:
         progress = Progress()
@@ -100,7 +114,6 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
         run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
         run.begin(model_name)
         run.train(is_asked_to_stop)
-        assert progress.eval_before is not None
         is_stopped = progress.step < config.steps
         result = TrainResult(
             run_dir=str(log.folder),
@@ -121,16 +134,19 @@ def evaluate_command(config: Config) -> dict[str, object]:
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     loaded = _load(config, device, model_source(model_name))
-    task, dialogue = make_task(config.task, task_options(config)), Dialogue(loaded.tokenizer)
-    problems = heldout_problems(task, config)
-    longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
-    plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
-    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-    row = evaluate(engine, dialogue, task, problems, config).row(0)
+    with evaluation_task(config) as task:
+        dialogue = Dialogue(loaded.tokenizer)
+        problems = heldout_problems(task, config)
+        longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
+        plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
+        engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
+        evaluation = evaluate(engine, dialogue, task, problems, config)
+    row = evaluation.row(0)
     return {
         "model": model_name,
         "task": config.task,
         **{key: row[key] for key in ("num_problems", "accuracy", "accuracy_se")},
+        **evaluation.report,
         "wall_s": round(time.monotonic() - start, 3),
     }
 
@@ -252,14 +268,14 @@ class Run:
                 "num_params": num_params,
             }
         )
-        for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
+        for note in (*self.loaded.notes, *_heldout_notes(config, self.loop), *getattr(self.loop.task, "notes", ())):
             self.view.note(note)
 
     def train(self, is_asked_to_stop: StopFlag) -> None:
         """All steps that are left, with their evaluations and checkpoints; a stop is saved and not evaluated."""
         config, progress = self.config, self.progress
         try:
-            if progress.eval_before is None:
+            if progress.eval_step < 0:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
@@ -315,6 +331,7 @@ class Run:
             result.scores[:G],
             result.advantages[:G],
             self.progress.step,
+            {column: values[:G] for column, values in result.extras.items()},
         )
         for sample in group:
             self._keep_sample(sample)

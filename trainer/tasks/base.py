@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from sparkgrpo.kernels.philox import philox_words
+from sparkgrpo.trainer.metrics import SCORED
 
 NUM_FEISTEL_ROUNDS = 6
 
@@ -22,11 +23,8 @@ Message = Mapping[str, str]
 
 OK = "ok"
 """The reason code of a right answer, in every task. All other codes are the task's own (`Task.reasons`)."""
-NOT_APPLICABLE, SCORED = "not_applicable", "scored"
-"""Codes of reward functions beside `metrics.REWARD_ERROR`: none of them judged the row, whose reward is then None; and
-judged, in a task without a strict check."""
-MANY_ANSWERS = "many_answers"
-"""Name of the part that says whether a text has several answer blocks; its mean is logged as `frac_many_answers`."""
+NOT_APPLICABLE = "not_applicable"
+"""The code of a completion that no reward function judged: its reward is None. `metrics.py` has what it counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

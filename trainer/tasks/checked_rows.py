@@ -19,7 +19,7 @@ class CheckedRows(Rows):
 
     def __init__(self, options: RowsOptions, splits: Splits, *, checker: str, timeout_s: float) -> None:
         super().__init__(options, splits)
-        self.reasons = (NOT_APPLICABLE, REWARD_ERROR, "wrong_value", OK)
+        self.reasons: tuple[str, ...] = (NOT_APPLICABLE, REWARD_ERROR, "wrong_value", OK)
         self._functions = RewardFunctions(
             [checker],
             columns=self.columns,

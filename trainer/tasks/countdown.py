@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast
 
+from sparkgrpo.trainer.metrics import MANY_ANSWERS
 from sparkgrpo.trainer.tasks.answer_block import find_answer, has_many_answers
 from sparkgrpo.trainer.tasks.base import (
-    MANY_ANSWERS,
     OK,
     Completion,
     KeyedDraws,

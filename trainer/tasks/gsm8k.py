@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Literal
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.metrics import MANY_ANSWERS
 from sparkgrpo.trainer.tasks.answer_block import has_many_answers
 from sparkgrpo.trainer.tasks.base import (
-    MANY_ANSWERS,
     OK,
     Completion,
     Message,

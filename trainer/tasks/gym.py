@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.metrics import MANY_ANSWERS, REWARD_ERROR
 from sparkgrpo.trainer.tasks.answer_block import find_answer, has_many_answers
 from sparkgrpo.trainer.tasks.base import (
-    MANY_ANSWERS,
     OK,
     Completion,
     KeyedDraws,

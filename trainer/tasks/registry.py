@@ -5,7 +5,8 @@ reference to a task of the user's own, "file.py:MyTask". Settings that the named
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,17 +169,19 @@ def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
         raise UserError("reward_weights: weighs reward functions, and none is given: expected --reward file.py:name")
 
 
-def make_run_task(
+@contextmanager
+def run_task(
     config: Config,
     user_set: Mapping[str, object],
     *,
     warn: Callable[[str], None],
     task: Task | None = None,
-    functions: Sequence[Callable[..., Any]] = (),
-) -> Task:
-    """The task of a run, with reward functions in place of its reward where there are some; close it if it can be.
+    functions: Sequence[str | Callable[..., Any]] = (),
+) -> Iterator[Task]:
+    """The task of a run, with reward functions in place of its reward where there are some; closed in the end.
 
     Args:
+        user_set: What the person set.
         warn: Told what cannot wait for the end of a step.
         task: An object in place of the name that the configuration has.
         functions: Python objects, or references, in place of those that the configuration names.
@@ -188,21 +191,17 @@ def make_run_task(
     """
     if task is None:
         check_settings(config, user_set)
-        try:
-            task = make_task(config.task, task_options(config))
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"task: {error}") from None
+        task = _named_task(config)
     rewards = functions or reward_references(config.reward)
-    if not rewards:
-        if isinstance(task, Rows) and not task.options.answer_column:
-            raise UserError(
-                "reward: rows without an answer column have nothing that judges them; expected --answer-column, or "
-                "--reward file.py:name"
-            )
-        return task
-    try:
+    with _closing(task):
+        if not rewards:
+            if isinstance(task, Rows) and not task.options.answer_column:
+                raise UserError(
+                    "reward: rows without an answer column have nothing that judges them; expected --answer-column, "
+                    "or --reward file.py:name"
+                )
+            yield task
+            return
         reward_functions = RewardFunctions(
             rewards,
             weights=tuple(float(weight) for weight in config.reward_weights.split(",") if weight),
@@ -211,17 +210,38 @@ def make_run_task(
             timeout_s=config.reward_timeout_s,
             warn=warn,
         )
-    except BaseException:
-        close_task(task)
+        with closing(reward_functions):
+            yield RewardedTask(task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward)
+
+
+@contextmanager
+def evaluation_task(config: Config) -> Iterator[Task]:
+    """The task by whose strict check a model is measured; closed in the end. `UserError` where it has none."""
+    task = _named_task(config)
+    with _closing(task):
+        if isinstance(task, Rows) and not task.options.answer_column:
+            raise UserError("answer_column: without it no strict check can measure; expected --answer-column")
+        yield task
+
+
+def _named_task(config: Config) -> Task:
+    try:
+        return make_task(config.task, task_options(config))
+    except UserError:
         raise
-    return RewardedTask(task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward)
+    except ValueError as error:
+        raise UserError(f"task: {error}") from None
 
 
-def close_task(task: Task) -> None:
+@contextmanager
+def _closing(task: Task) -> Iterator[None]:
     """End the processes of a task that has some."""
-    close = getattr(task, "close", None)
-    if callable(close):
-        close()
+    try:
+        yield
+    finally:
+        close = getattr(task, "close", None)
+        if callable(close):
+            close()
 
 
 def _rows_from_data(options: TaskOptions) -> Task:

@@ -5,10 +5,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Literal
 
-from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.metrics import REWARD_ERROR, SCORED
 from sparkgrpo.trainer.tasks.base import (
     NOT_APPLICABLE,
-    SCORED,
     Completion,
     EvaluationReport,
     Problem,
@@ -20,7 +19,7 @@ from sparkgrpo.trainer.tasks.user import RewardFunctions, TrainerState, UserScor
 
 
 class RewardedTask:
-    """The task. See `Task` and `StepObserver` for the contracts of its methods; close it at the end of a run.
+    """The task. See `Task` and `StepObserver` for the contracts of its methods.
 
     Args:
         task: Makes the problems and has the strict check, if there is one.
@@ -110,7 +109,3 @@ class RewardedTask:
         if isinstance(self.task, EvaluationReport):
             return self.task.evaluation_report(problems, completions, verdicts)
         return {}
-
-    def close(self) -> None:
-        """End the processes and threads of the functions."""
-        self.functions.close()

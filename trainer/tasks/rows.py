@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.metrics import MANY_ANSWERS, SCORED
 from sparkgrpo.trainer.tasks.answer_block import has_many_answers
 from sparkgrpo.trainer.tasks.base import (
-    MANY_ANSWERS,
     OK,
-    SCORED,
     UNVERIFIED,
     Completion,
     Message,
