@@ -116,13 +116,17 @@ def task_options(config: Config) -> TaskOptions:
 
 def make_task(name: str, options: TaskOptions) -> Task:
     """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
-    known = {**TASKS, **DATA_TASKS}
-    if name in known:
-        return known[name](options)
+    check_name(name)
     if name.startswith(GYM):
         return Gym(name.removeprefix(GYM), heldout_frac=options.heldout_frac)
-    if ":" in name:
-        return load_task(name)
+    return load_task(name) if ":" in name else {**TASKS, **DATA_TASKS}[name](options)
+
+
+def check_name(name: str) -> None:
+    """`UserError` for a name that is no task's, naming the nearest one; a reference is followed later."""
+    known = {**TASKS, **DATA_TASKS}
+    if name in known or ":" in name:
+        return
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     if name.endswith((".jsonl", ".json")):
@@ -148,6 +152,7 @@ def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
     Args:
         user_set: What the person set; a default or a recipe may hold settings of other tasks.
     """
+    check_name(config.task)
     kind = GYM if config.task.startswith(GYM) else config.task
     for name, tasks in _TAKEN_BY.items():
         if name in user_set and kind not in tasks:
