@@ -268,7 +268,7 @@ class Run:
                 "num_params": num_params,
             }
         )
-        for note in (*self.loaded.notes, *_heldout_notes(config, self.loop), *getattr(self.loop.task, "notes", ())):
+        for note in (*getattr(self.loop.task, "notes", ()), *self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
     def train(self, is_asked_to_stop: StopFlag) -> None:
@@ -388,7 +388,7 @@ class Run:
 
 
 def _heldout_notes(config: Config, loop: GrpoLoop) -> list[str]:
-    missing = config.eval_problems - len(loop.heldout)
+    missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
     return [f"{missing} held-out problems are left out: their prompts are too long"] if missing > 0 else []
 
 

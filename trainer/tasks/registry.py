@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.task_config import CHECKERS, reward_references
+from sparkgrpo.trainer.task_config import CHECKERS, PYTHON, reward_references
 from sparkgrpo.trainer.tasks.base import Task
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
@@ -198,6 +198,12 @@ def run_task(
         check_settings(config, user_set)
         task = _named_task(config)
     rewards = functions or reward_references(config.reward)
+    lost = [reward for reward in rewards if isinstance(reward, str) and reward.startswith(PYTHON)]
+    if lost:
+        raise UserError(
+            f"reward: {lost[0].removeprefix(PYTHON)} was a Python object, which no name leads to: go on from Python, "
+            "by train(resume=..., reward_funcs=[...])"
+        )
     with _closing(task):
         if not rewards:
             if isinstance(task, Rows) and not task.options.answer_column:

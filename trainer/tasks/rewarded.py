@@ -41,7 +41,7 @@ class RewardedTask:
         self.columns: frozenset[str] = task.columns
         self.reasons: tuple[str, ...] = (NOT_APPLICABLE, REWARD_ERROR, SCORED, *task.reasons)
         self.num_problems: int | None = task.num_problems
-        self.notes: tuple[str, ...] = (*getattr(task, "notes", ()), *functions.notes)
+        self.notes: tuple[str, ...] = (*functions.notes, *getattr(task, "notes", ()))
         self._truncated_reward = truncated_reward
         self._state = TrainerState(global_step=0, max_steps=num_steps)
         self._found: list[tuple[UserScores, int]] = []
