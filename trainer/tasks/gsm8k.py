@@ -30,8 +30,7 @@ from sparkgrpo.trainer.tasks.number_text import NUMBER_REASONS, judge_number, la
 from sparkgrpo.trainer.tasks.records import Record, load_splits, split_by_identity, text_digest
 
 SYSTEM_PROMPT = (
-    "Solve the problem step by step. Write your steps between the tags <reasoning> and </reasoning>, then the final "
-    "number between <answer> and </answer>, with every tag on a line of its own:\n"
+    "Answer in this form, with every tag on a line of its own:\n"
     "<reasoning>\nyour steps\n</reasoning>\n<answer>\nthe number\n</answer>"
 )
 DEFAULT_HELDOUT_FRAC = 0.05

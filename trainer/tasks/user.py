@@ -13,6 +13,7 @@ Functions that are `async` run together in one event loop. The calls themselves 
 """
 
 import difflib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -280,6 +281,9 @@ class RewardFunctions:
                 scores.append(Score(reward=None, parts={}, reason=NOT_APPLICABLE))
             else:
                 total = sum(self.weights[name] * value for name, value in known.items())
+                if not math.isfinite(total):  # finite values with weights that carry them out of range
+                    scores.append(Score(reward=None, parts=known, reason=REWARD_ERROR))
+                    continue
                 parts = known | batch.parts.get(row, {})
                 scores.append(Score(reward=total, parts=parts, reason=verdict.reason))
         warnings = []
