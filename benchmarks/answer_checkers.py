@@ -123,7 +123,7 @@ def call_times_s(seconds: float) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description="Answers a second of the text checkers.")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each checker")
     seconds = parser.parse_args().seconds
     rows = {}

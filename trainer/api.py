@@ -72,21 +72,14 @@ def train(
     rows = None if dataset is None or isinstance(dataset, str) else _rows(dataset, eval_dataset)
     if eval_dataset is not None and rows is None:
         raise UserError("eval_dataset: expected together with a dataset of rows; a file takes test.jsonl beside it")
+    if rows is not None and task is not None:
+        raise UserError("dataset: rows are a task of their own; expected a dataset or a task, got both")
+    made = None if isinstance(task, str | None) else checked_task(task, type(task).__name__)
     options = _checked(settings, functions)
-    if not isinstance(task, str | None):
-        checked_task(task, type(task).__name__)
     if "resume" not in options:  # a run that goes on has these in its run.json
-        options |= {"model": model}
-        options |= {"reward": _recorded(functions)} if functions else {}
-        options |= {"reward_weights": ",".join(map(str, reward_weights))} if reward_weights else {}
-        options |= {"task": Rows.name} if dataset is not None and task is None else {}
-        options |= {"task": task} if isinstance(task, str) else {}
-        options |= {"data": dataset} if isinstance(dataset, str) else {}
+        options |= _named(model, functions, reward_weights, dataset, task)
     resolved, user_set, notes = settled(options, config)
-    made: Task | None = None if task is None or isinstance(task, str) else task
     if rows is not None:
-        if task is not None:
-            raise UserError("dataset: rows are a task of their own; expected a dataset or a task, got both")
         made = rows_task(task_options(resolved), rows)
     shown = view or make_view(resolved.plain)
     try:
@@ -96,6 +89,27 @@ def train(
     finally:
         if view is None:
             shown.close()
+
+
+def _named(
+    model: str,
+    functions: Sequence[RewardFunc],
+    reward_weights: Sequence[float] | None,
+    dataset: object,
+    task: object,
+) -> dict[str, object]:
+    """The arguments of `train` as settings, as far as they have names."""
+    options: dict[str, object] = {"model": model}
+    if functions:  # an object is recorded by its name alone
+        named = [f if isinstance(f, str) else f"{PYTHON}{RewardFunction.of(f).name}" for f in functions]
+        options["reward"] = ",".join(named)
+    if reward_weights:
+        options["reward_weights"] = ",".join(map(str, reward_weights))
+    if isinstance(task, str):
+        options["task"] = task
+    elif dataset is not None and task is None:
+        options["task"] = Rows.name
+    return options | ({"data": dataset} if isinstance(dataset, str) else {})
 
 
 def _rows(dataset: Iterable[Mapping[str, Any]], eval_dataset: Iterable[Mapping[str, Any]] | None) -> Splits:
@@ -113,8 +127,3 @@ def _checked(settings: Mapping[str, Any], functions: Sequence[object]) -> dict[s
     if functions and "reward" in settings:
         raise UserError("reward: the name of a reward and reward_funcs are two ways to say one thing: leave one out")
     return dict(settings)
-
-
-def _recorded(functions: Sequence[RewardFunc]) -> str:
-    """The functions as the configuration records them; an object by its name alone."""
-    return ",".join(f if isinstance(f, str) else f"{PYTHON}{RewardFunction.of(f).name}" for f in functions)

@@ -29,6 +29,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     yield
 
 
+def config_of(result: Any) -> dict[str, Any]:
+    config = read_run(Path(result.run_dir))["config"]
+    assert isinstance(config, dict)
+    return config
+
+
 def vowels(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(text.count(vowel) for vowel in "aeiou123")) for text in completions]
 
@@ -77,7 +83,7 @@ def test_rows_with_answers_have_an_accuracy(run: Callable[..., Any]) -> None:
     assert all(row.keys() >= {"part/by_level", "part/vowels", "frac_right_strict", "frac_reward_error"} for row in rows)
     expected = rows[0]["part/by_level"] + 0.1 * rows[0]["part/vowels"]
     assert rows[0]["reward_mean"] == pytest.approx(expected)
-    config = read_run(Path(result.run_dir))["config"]
+    config = config_of(result)
     assert config["task"] == "rows" and config["reward"] == "python:by_level,python:vowels"
     assert config["reward_weights"] == "1.0,0.1"
 
@@ -141,7 +147,7 @@ def test_errors_later_than_step_1_are_counted_and_told(run: Callable[..., Any]) 
     assert [row["frac_reward_error"] for row in rows] == [0.0, 1.0, 0.0] and result.steps == 3
     assert rows[1]["reason/reward_error"] == 1.0 and rows[1]["num_reward_restarts"] == 0
     events = read_jsonl(Path(result.run_dir) / "events.jsonl")
-    assert any(row["event"] == "warning" and "the disk is full" in row["text"] for row in events)
+    assert any(row["event"] == "warning" and "the disk is full" in str(row["text"]) for row in events)
 
 
 def test_a_run_goes_on_from_python(run: Callable[..., Any]) -> None:
@@ -184,7 +190,7 @@ def test_a_file_as_dataset_and_a_function_by_reference(run: Callable[..., Any]) 
     Path("mine.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     Path("mine.py").write_text("def pay(completions, level):\n    return [float(i % 3) for i in range(len(level))]\n")
     result, rows, _ = run(dataset="mine.jsonl", reward_funcs="mine.py:pay")
-    config = read_run(Path(result.run_dir))["config"]
+    config = config_of(result)
     assert (config["task"], config["data"], config["reward"]) == ("rows", "mine.jsonl", "mine.py:pay")
     assert rows[0]["part/pay"] is not None
     again = train(resume=result.run_dir, steps=3, plain=True)

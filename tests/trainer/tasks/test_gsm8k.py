@@ -207,6 +207,7 @@ def test_a_problem_is_the_question_and_the_canonical_gold(tmp_path: Path, comple
     problem = next(p for p in Gsm8k(Gsm8kOptions(data=data)).problems(0, 0, 9) if p.columns["question"] == "Why?")
     assert problem.columns == {"question": "Why?", "answer": "1200"} and gold_of(problem) == 1200
     system, user = problem.prompt
+    assert not isinstance(system, int)
     assert all(tag in system["content"] for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))
     assert user == {"role": "user", "content": "Why?"}
 

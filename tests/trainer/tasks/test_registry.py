@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -122,8 +123,8 @@ def test_wrong_values_are_refused_by_the_configuration(values: dict, message: st
 def test_other_ranges_of_countdown(numbers: tuple[int, ...], target: int) -> None:
     options = CountdownOptions(numbers=numbers, max_number=30, max_target=target)
     problems = make_task("countdown", TaskOptions(countdown=options)).problems(0, 0, 300)
-    nums = [n for problem in problems for n in problem.columns["nums"]]
-    targets = [problem.columns["target"] for problem in problems]
+    nums = [n for problem in problems for n in cast(list[int], problem.columns["nums"])]
+    targets = [cast(int, problem.columns["target"]) for problem in problems]
     assert 20 < max(nums) <= 30 and min(nums) >= 1 and 0.8 * target < max(targets) <= target and min(targets) >= 1
     for wrong in ({"max_number": 1}, {"max_target": 5, "max_number": 9}, {"max_target": 10**7}):
         with pytest.raises(ValueError, match=r"max_(number|target) must lie in"):

@@ -313,7 +313,7 @@ def test_python_objects_run_in_a_thread_and_say_so(functions: Open) -> None:
     assert "a Python object runs in a thread, where its deadline can only report" in found.notes[0]
     assert found.names == ("lambda", "lambda_2", "Stateful")
     first, second = scored(found, count=4), scored(found, count=4)
-    assert rewards(second) == [reward + 1 for reward in rewards(first)], "the state stays"
+    assert rewards(second) == [(reward or 0.0) + 1 for reward in rewards(first)], "the state stays"
     assert not functions("fast").notes
 
 
