@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, str], ...] = (
     (
         "task and reward",
         "reward reward_weights reward_timeout_s truncated_reward format_reward single_answer max_number max_target "
-        "xmlcount_floor data prompt_column answer_column checker heldout_frac flexible",
+        "xmlcount_floor data prompt_column answer_column checker heldout_frac flexible sandbox unsafe_sandbox",
     ),
     ("machine", "device precision num_threads tokens_per_micro_batch activation_checkpointing attention"),
     (
@@ -50,7 +50,7 @@ SECTIONS: tuple[tuple[str, str], ...] = (
 )
 _EVAL_FIELDS = (
     "model task numbers max_number max_target data prompt_column answer_column checker heldout_frac flexible "
-    "eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+    "sandbox unsafe_sandbox eval_problems max_new_tokens eval_temperature seed device precision num_threads"
 )
 
 

@@ -11,7 +11,7 @@ from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.metrics import SCORED
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Sampling
-from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score, Task, start_scoring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ def evaluate(
     sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
     rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
+    start_scoring(task, problems, completions)
     scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
     if all(score.reward is None for score in scores):  # no strict check: what training pays is all there is to see
         scores = task.reward(problems, completions)

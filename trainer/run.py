@@ -43,7 +43,7 @@ from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
-from sparkgrpo.trainer.tasks.base import Problem, Task
+from sparkgrpo.trainer.tasks.base import Problem, Task, TaskOpening
 from sparkgrpo.trainer.tasks.registry import evaluation_task, run_task
 from sparkgrpo.trainer.update import Updater
 
@@ -88,11 +88,11 @@ def train(
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
-    with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as made:
-        return _train(config, user_set=user_set, view=view, task=made)
+    with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as opening:
+        return _train(config, opening, user_set=user_set, view=view)
 
 
-def _train(config: Config, *, user_set: Mapping[str, object], view: RunView, task: Task) -> TrainResult:
+def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
@@ -100,8 +100,8 @@ def _train(config: Config, *, user_set: Mapping[str, object], view: RunView, tas
     # Under LoRA a checkpoint holds the adapters alone.
     base = model_source(model_name)
     loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
-    loop = build_loop(config, loaded, task)
-    environment = describe(device, Path(__file__))
+    loop = build_loop(config, loaded, opening.task)
+    environment = {**describe(device, Path(__file__)), **opening.facts}
     if checkpoint is None:
         progress = Progress()
         log = RunLog.create(config, user_set=user_set, environment=environment)
@@ -113,6 +113,8 @@ def _train(config: Config, *, user_set: Mapping[str, object], view: RunView, tas
     with log, stop_flag() as is_asked_to_stop:
         run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
         run.begin(model_name)
+        for note in opening.notes:
+            view.note(note)
         run.train(is_asked_to_stop)
         is_stopped = progress.step < config.steps
         result = TrainResult(
@@ -268,7 +270,7 @@ class Run:
                 "num_params": num_params,
             }
         )
-        for note in (*getattr(self.loop.task, "notes", ()), *self.loaded.notes, *_heldout_notes(config, self.loop)):
+        for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
     def train(self, is_asked_to_stop: StopFlag) -> None:

@@ -30,6 +30,7 @@ def sample_row(
         "reward": score.reward,
         "parts": dict(score.parts),
         "reason": score.reason,
+        **({"detail": score.detail} if score.detail else {}),
         "finish": "length" if completion.is_truncated else "stop",
         "advantage": advantage,
         **({"extra": dict(extra)} if extra else {}),

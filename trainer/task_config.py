@@ -64,6 +64,13 @@ class TaskConfig:
     heldout_frac: float | None = None
     """Share of the problems kept out of training, 0 to 0.9; none: 0.05, and 0.4 for Countdown with 2 numbers."""
 
+    sandbox: Literal["strict", "bwrap", "basic"] = "strict"
+    """Walls around programs that the model writes (code) and around checkers that may run what it wrote (math, gym,
+    verl): "strict": Landlock, seccomp, limits; "bwrap": inside bubblewrap too; "basic": none, with unsafe_sandbox."""
+
+    unsafe_sandbox: bool = False
+    """Run them even where no walls stand: what the model writes can then do all that you can."""
+
     flexible: bool = False
     """Numbers: an evaluation also reports the accuracy of the last number anywhere in the text."""
 

@@ -96,6 +96,7 @@ class RolloutEngine:
         self.max_context = max_context or min(config.max_position, config.sliding_window or config.max_position)
         self.cache_kind = _cache_kind(model) if cache == "auto" else cache
         self.is_paged = self.cache_kind == "paged"
+        self.shares_prompts = self.cache_kind in ("grouped", "shrinking")
         self.kv_budget_bytes, self.report = kv_budget_bytes, report
         self.capture = cuda_capture(model.device) if capture is None and model.device.type == "cuda" else capture
         self.row_tokens = 0
@@ -149,11 +150,8 @@ class RolloutEngine:
             self._prefill(state, wave_prompts, G, sampling, meter)
             self._decode(state, runner, len(wave) * G, sampling, meter)
             pieces.append(_packed_results(state, len(wave) * G))
-            meter.read(
-                [len(p) for p in wave_prompts],
-                pieces[-1][2].view(-1, G).cpu(),
-                is_shared=self.cache_kind in ("grouped", "shrinking"),
-            )
+            length_NG = pieces[-1][2].view(-1, G).cpu()
+            meter.read([len(p) for p in wave_prompts], length_NG, is_shared=self.shares_prompts)
             state.cache.end_wave()
             meter.num_waves += 1
         token_T, logprob_T, length_S, finish_S = (torch.cat(parts) for parts in zip(*pieces, strict=True))

@@ -9,7 +9,8 @@ pattern.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -61,6 +62,8 @@ class Score:
     """Named components, logged as `part/<name>`; they need not add up to the reward."""
     reason: str
     """One code of the task's `reasons`, the first that applies; `ok` when the answer is right."""
+    detail: str = ""
+    """More about it for people, kept with samples: which tests passed. Never raw text of the model's."""
 
     @property
     def is_right(self) -> bool:
@@ -102,6 +105,52 @@ class Task(Protocol):
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What training pays for each completion; problems[i] is the problem of completions[i]."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOpening:
+    """A task that is ready to judge, and what it says of that."""
+
+    task: Task
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """JSON values for run.json."""
+    notes: Sequence[str] = ()
+    """Sentences for the person at the keyboard."""
+
+
+@runtime_checkable
+class TaskWithProcesses(Protocol):
+    """A task that judges in processes of its own: they are started once, work ahead, and are ended."""
+
+    def open(self) -> TaskOpening:
+        """Start what is needed; harmless when called twice. `UserError` where it cannot work on this machine."""
+        ...
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Begin to judge; `verify` and `reward` of these then only wait for the rest."""
+        ...
+
+    def close(self) -> None:
+        """End every process."""
+        ...
+
+
+@contextmanager
+def opened(task: Task) -> Iterator[TaskOpening]:
+    """The task with its processes, if it has any, which end with the block."""
+    if not isinstance(task, TaskWithProcesses):
+        yield TaskOpening(task=task)
+        return
+    try:
+        yield task.open()
+    finally:
+        task.close()
+
+
+def start_scoring(task: Task, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+    """Have a task that can judge ahead begin with these."""
+    if isinstance(task, TaskWithProcesses):
+        task.start_scoring(problems, completions)
 
 
 @runtime_checkable

@@ -14,8 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.sandbox.checker import Checker, Limits
+from sparkgrpo.trainer.tasks.sandbox.checker import Checker
+from sparkgrpo.trainer.tasks.sandbox.self_test import require_sandbox
 from sparkgrpo.trainer.tasks.sandbox.wire import Malformed, TooLarge, decode, encode
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Level, Limits
 from sparkgrpo.trainer.tasks.scoring import ScoringPool, WorkerStartError, default_num_workers
 
 HANDLER = "sparkgrpo.trainer.tasks.confined_call:make_handler"
@@ -39,6 +41,7 @@ class ConfinedFunctions:
         functions: "module:function" names, imported before the walls go up.
         folders: Where their modules are looked for, before the trainer's own search path.
         call_s: Wall time of a call.
+        sandbox: The walls. is_unsafe_allowed: Whether to go on without, where they do not stand.
         num_workers: Scoring processes; None: as many as the machine has to spare.
 
     Raises:
@@ -46,7 +49,14 @@ class ConfinedFunctions:
     """
 
     def __init__(
-        self, functions: Sequence[str], *, folders: Sequence[str] = (), call_s: float, num_workers: int | None = None
+        self,
+        functions: Sequence[str],
+        *,
+        folders: Sequence[str] = (),
+        call_s: float,
+        sandbox: Level = "strict",
+        is_unsafe_allowed: bool = False,
+        num_workers: int | None = None,
     ) -> None:
         self._call_s = call_s
         path = [folder for folder in (*folders, *sys.path) if folder and Path(folder).is_dir()]
@@ -56,6 +66,7 @@ class ConfinedFunctions:
             "search_path": path,
             "readable": [folder for folder in path if folder != standard],
             "call_s": call_s,
+            "level": require_sandbox(sandbox, is_unsafe_allowed=is_unsafe_allowed).level,
         }
         workers = default_num_workers() if num_workers is None else num_workers
         try:
@@ -105,9 +116,10 @@ class ConfinedFunctions:
 def make_handler(settings: Mapping[str, Any]) -> Callable[[Any], object]:
     """The handler of a scoring process: one zygote, and a confined fork of it for each job."""
     checker = Checker(
-        functions=settings["functions"],
-        search_path=settings["search_path"],
-        readable=settings["readable"],
+        level=settings["level"],
+        equipment=Equipment(
+            functions=settings["functions"], search_path=settings["search_path"], readable=settings["readable"]
+        ),
         limits=Limits(
             call_s=settings["call_s"],
             total_s=settings["call_s"] + 1.0,

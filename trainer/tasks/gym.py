@@ -27,6 +27,7 @@ from sparkgrpo.trainer.tasks.base import (
 from sparkgrpo.trainer.tasks.confined_call import Answer, ConfinedFunctions
 from sparkgrpo.trainer.tasks.records import text_digest
 from sparkgrpo.trainer.tasks.sandbox.wire import Malformed, encode
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level
 
 PREFIX = "gym:"
 SYSTEM_PROMPT = "Think step by step. Then put only the final answer inside <answer></answer>."
@@ -50,7 +51,14 @@ class Gym:
     reasons: tuple[str, ...] = ("no_answer", "empty", "too_long", REWARD_ERROR, "wrong_value", OK)
     num_problems: int | None = None
 
-    def __init__(self, dataset: str, *, heldout_frac: float | None = None) -> None:
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        heldout_frac: float | None = None,
+        sandbox: Level = "strict",
+        is_unsafe_allowed: bool = False,
+    ) -> None:
         if dataset in EVALUATES_ANSWERS:
             raise UserError(
                 f"task: reasoning-gym's {dataset} evaluates answers as Python; use ours: {EVALUATES_ANSWERS[dataset]}"
@@ -62,6 +70,8 @@ class Gym:
         self._entry: Callable[[int], dict[str, Any]] = lru_cache(1024)(
             lambda seed: create(dataset, size=1, seed=seed)[0]
         )
+        self._sandbox: Level = sandbox
+        self._is_unsafe_allowed = is_unsafe_allowed
         self._confined: ConfinedFunctions | None = None
         self._scored: dict[tuple[str, str], Score] = {}
 
@@ -119,7 +129,13 @@ class Gym:
             if self._confined is None:  # not before it is needed: a resumed run that only asks for problems needs none
                 folder = str(Path(__file__).parent)
                 functions = [CHILD_FUNCTION, "reasoning_gym:create_dataset"]
-                self._confined = ConfinedFunctions(functions, folders=[folder], call_s=CALL_S)
+                self._confined = ConfinedFunctions(
+                    functions,
+                    folders=[folder],
+                    call_s=CALL_S,
+                    sandbox=self._sandbox,
+                    is_unsafe_allowed=self._is_unsafe_allowed,
+                )
             answers = self._confined.call([(CHILD_FUNCTION, arguments) for arguments in asked.values()])
             for key, answer in zip(asked, answers, strict=True):
                 self._scored[key] = _of_answer(answer, key[1])

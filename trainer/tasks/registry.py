@@ -7,22 +7,26 @@ reference to a task of the user's own, "file.py:MyTask". Settings that the named
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.task_config import CHECKERS, PYTHON, reward_references
-from sparkgrpo.trainer.tasks.base import Task
+from sparkgrpo.trainer.task_config import PYTHON, reward_references
+from sparkgrpo.trainer.tasks.base import Task, TaskOpening, opened
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
+from sparkgrpo.trainer.tasks.code import Code, CodeOptions
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
 from sparkgrpo.trainer.tasks.gsm8k import Gsm8k, Gsm8kOptions, NumberRewardOptions
 from sparkgrpo.trainer.tasks.gym import PREFIX as GYM
 from sparkgrpo.trainer.tasks.gym import Gym
+from sparkgrpo.trainer.tasks.math_answers import MathOptions
+from sparkgrpo.trainer.tasks.math_rows import MathRows
 from sparkgrpo.trainer.tasks.own_task import load_task
 from sparkgrpo.trainer.tasks.records import Splits, load_splits
 from sparkgrpo.trainer.tasks.rewarded import RewardedTask
 from sparkgrpo.trainer.tasks.rows import Rows, RowsOptions
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level
 from sparkgrpo.trainer.tasks.user import RewardFunctions
 from sparkgrpo.trainer.tasks.word_problems import WordProblems, WordProblemsOptions
 
@@ -33,6 +37,8 @@ class TaskOptions:
 
     countdown: CountdownOptions = field(default_factory=CountdownOptions)
     """Countdown: numbers, held-out share, what training pays."""
+    code: CodeOptions = field(default_factory=CodeOptions)
+    """Code: what training pays, the walls around programs."""
     echo: EchoOptions = field(default_factory=EchoOptions)
     """The toy: number of prompts."""
     gsm8k: Gsm8kOptions = field(default_factory=Gsm8kOptions)
@@ -41,16 +47,23 @@ class TaskOptions:
     """Word problems: held-out share, what training pays."""
     rows: RowsOptions = field(default_factory=RowsOptions)
     """Rows of any data set: columns and checker."""
+    math: MathOptions = field(default_factory=MathOptions)
+    """Rows with the checker math: the walls around a comparison."""
     data: str = ""
     """Where those rows are."""
     heldout_frac: float | None = None
     """Share held out, for data sets of reasoning-gym."""
     reward_timeout_s: float = 60.0
     """Deadline of a function that checks answers."""
+    sandbox: Level = "strict"
+    """Walls around the scores of reasoning-gym."""
+    is_unsafe_allowed: bool = False
+    """Whether they may run without walls."""
 
 
 TASKS: Mapping[str, Callable[[TaskOptions], Task]] = {
     Countdown.name: lambda options: Countdown(options.countdown),
+    Code.name: lambda options: Code(options.code),
     Echo.name: lambda options: Echo(options.echo),
     WordProblems.name: lambda options: WordProblems(options.word_problems),
 }
@@ -70,6 +83,7 @@ _TAKEN_BY: Mapping[str, tuple[str, ...]] = {
 """Which tasks take a setting that not all take."""
 _REWARDS: Mapping[str, tuple[str, ...]] = {
     Countdown.name: ("strict", "sloppy"),
+    Code.name: ("strict", "visible"),
     **dict.fromkeys(_NUMERIC, ("five", "correct")),
 }
 """The words of `reward` that a task knows beside auto, its default first; others know "strict" alone."""
@@ -96,6 +110,12 @@ def task_options(config: Config) -> TaskOptions:
             single_answer=config.single_answer,
             truncated_reward=config.truncated_reward,
         ),
+        code=CodeOptions(
+            reward="visible" if word == "visible" else "strict",
+            truncated_reward=config.truncated_reward,
+            sandbox=config.sandbox,
+            is_unsafe_allowed=config.unsafe_sandbox,
+        ),
         gsm8k=Gsm8kOptions(
             data=config.data, heldout_frac=config.heldout_frac, grading=grading, is_flexible=config.flexible
         ),
@@ -108,9 +128,12 @@ def task_options(config: Config) -> TaskOptions:
             checker=config.checker,
             heldout_frac=config.heldout_frac,
         ),
+        math=MathOptions(sandbox=config.sandbox, is_unsafe_allowed=config.unsafe_sandbox),
         data=config.data,
         heldout_frac=config.heldout_frac,
         reward_timeout_s=config.reward_timeout_s,
+        sandbox=config.sandbox,
+        is_unsafe_allowed=config.unsafe_sandbox,
     )
 
 
@@ -118,7 +141,12 @@ def make_task(name: str, options: TaskOptions) -> Task:
     """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
     check_name(name)
     if name.startswith(GYM):
-        return Gym(name.removeprefix(GYM), heldout_frac=options.heldout_frac)
+        return Gym(
+            name.removeprefix(GYM),
+            heldout_frac=options.heldout_frac,
+            sandbox=options.sandbox,
+            is_unsafe_allowed=options.is_unsafe_allowed,
+        )
     return load_task(name) if ":" in name else {**TASKS, **DATA_TASKS}[name](options)
 
 
@@ -141,8 +169,8 @@ def rows_task(options: TaskOptions, splits: Splits) -> Task:
     checker = options.rows.checker
     if not options.rows.answer_column or checker in ("number", "exact"):
         return Rows(options.rows, splits)
-    if checker in CHECKERS:
-        raise UserError(f"checker: {checker!r} is not to be had here; expected number, exact or a function")
+    if checker == "math":
+        return MathRows(options.rows, splits, options.math)
     return CheckedRows(options.rows, splits, checker=checker, timeout_s=options.reward_timeout_s)
 
 
@@ -182,8 +210,8 @@ def run_task(
     warn: Callable[[str], None],
     task: Task | None = None,
     functions: Sequence[str | Callable[..., Any]] = (),
-) -> Iterator[Task]:
-    """The task of a run, with reward functions in place of its reward where there are some; closed in the end.
+) -> Iterator[TaskOpening]:
+    """The task of a run, ready to judge; reward functions, where there are some, stand in for its reward.
 
     Args:
         user_set: What the person set.
@@ -204,14 +232,14 @@ def run_task(
             f"reward: {lost[0].removeprefix(PYTHON)} was a Python object, which no name leads to: go on from Python, "
             "by train(resume=..., reward_funcs=[...])"
         )
-    with _closing(task):
+    with _closing(task), opened(task) as opening:
         if not rewards:
             if isinstance(task, Rows) and not task.options.answer_column:
                 raise UserError(
                     "reward: rows without an answer column have nothing that judges them; expected --answer-column, "
                     "or --reward file.py:name"
                 )
-            yield task
+            yield replace(opening, notes=(*getattr(task, "notes", ()), *opening.notes))
             return
         reward_functions = RewardFunctions(
             rewards,
@@ -220,16 +248,21 @@ def run_task(
             is_plain=isinstance(task, Rows) and task.has_text_prompts,
             timeout_s=config.reward_timeout_s,
             warn=warn,
+            sandbox=config.sandbox,
+            is_unsafe_allowed=config.unsafe_sandbox,
         )
         with closing(reward_functions):
-            yield RewardedTask(task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward)
+            rewarded = RewardedTask(
+                task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward
+            )
+            yield replace(opening, task=rewarded, notes=(*rewarded.notes, *opening.notes))
 
 
 @contextmanager
 def evaluation_task(config: Config) -> Iterator[Task]:
     """The task by whose strict check a model is measured; closed in the end. `UserError` where it has none."""
     task = _named_task(config)
-    with _closing(task):
+    with _closing(task), opened(task):
         if isinstance(task, Rows) and not task.options.answer_column:
             raise UserError("answer_column: without it no strict check can measure; expected --answer-column")
         yield task

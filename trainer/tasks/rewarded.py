@@ -14,6 +14,7 @@ from sparkgrpo.trainer.tasks.base import (
     Score,
     StepReport,
     Task,
+    start_scoring,
 )
 from sparkgrpo.trainer.tasks.user import RewardFunctions, TrainerState, UserScores
 
@@ -60,6 +61,7 @@ class RewardedTask:
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the functions give. `UserError` where one of them raised in step 1 or gave another number of values."""
+        start_scoring(self.task, problems, completions)
         verdicts = [self.task.verify(problem, answer) for problem, answer in zip(problems, completions, strict=True)]
         found = self.functions.score(problems, completions, verdicts, self._state)
         self._found.append((found, len(completions)))

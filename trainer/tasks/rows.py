@@ -66,7 +66,7 @@ class Rows:
         self, options: RowsOptions, splits: Splits, check: Check | None = None, reasons: Sequence[str] = ()
     ) -> None:
         self.options = options
-        self._check, self.reasons = self._checker(check, reasons)
+        self._check, self.reasons = self._chosen_check(check, reasons)
         self.columns: frozenset[str] = frozenset(splits.train[0].fields) - {options.prompt_column}
         self.has_text_prompts = isinstance(splits.train[0].fields.get(options.prompt_column), str)
         """Prompts are text and not chat messages: reward functions get prompts and completions as text too."""
@@ -98,7 +98,7 @@ class Rows:
         """The strict check is what training pays where no functions are given."""
         return [self.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
 
-    def _checker(self, check: Check | None, reasons: Sequence[str]) -> tuple[Check, tuple[str, ...]]:
+    def _chosen_check(self, check: Check | None, reasons: Sequence[str]) -> tuple[Check, tuple[str, ...]]:
         if not self.options.answer_column:
             return _exact, (SCORED,)
         if check is not None:

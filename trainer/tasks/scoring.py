@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 WORKER_PROGRAM = Path(__file__).with_name("scoring_worker.py")
 MAX_REPLY_BYTES = 256 << 20
@@ -47,7 +47,7 @@ class Outcome:
     status: Status
     """done: the handler returned; raised: it raised, and its process goes on; timeout: the deadline passed, and its
     process was killed; died: its process ended by itself, or broke the protocol."""
-    value: object = None
+    value: Any = None
     """What the handler returned, a JSON value; None unless done."""
     error: str = ""
     """raised: the traceback; timeout, died: a sentence; empty when done."""

@@ -24,6 +24,7 @@ from sparkgrpo.trainer.metrics import REWARD_ERROR
 from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, Completion, Problem, Score
 from sparkgrpo.trainer.tasks.reward_call import GIVEN, Reply, RewardFunction, describe, packed_ids
 from sparkgrpo.trainer.tasks.reward_channels import Channel, ProcessChannel, ThreadChannel, last_line
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level
 from sparkgrpo.trainer.tasks.verl import PREFIX as VERL
 from sparkgrpo.trainer.tasks.verl import VerlChannel
 
@@ -103,6 +104,7 @@ class RewardFunctions:
         is_plain: Prompts and completions are given as text, not as chat messages.
         timeout_s: Deadline of a batch, for each function.
         warn: Told at once what cannot wait for the end of the step.
+        sandbox, is_unsafe_allowed: The walls around functions in verl's contract.
 
     Raises:
         UserError: A function that cannot be loaded or called with these columns; the nearest column is named.
@@ -117,6 +119,8 @@ class RewardFunctions:
         is_plain: bool,
         timeout_s: float,
         warn: Callable[[str], None],
+        sandbox: Level = "strict",
+        is_unsafe_allowed: bool = False,
     ) -> None:
         if weights and len(weights) != len(functions):
             raise UserError(
@@ -128,6 +132,8 @@ class RewardFunctions:
                 f"data: the column {taken[0]!r} has the name of an argument that reward functions get anyway"
             )
         self._is_plain, self._timeout_s = is_plain, timeout_s
+        self._sandbox: Level = sandbox
+        self._is_unsafe_allowed = is_unsafe_allowed
         named = _with_names(functions)
         self.names: tuple[str, ...] = tuple(name for name, _ in named)
         self.weights = dict(zip(self.names, weights or [1.0] * len(named), strict=True))
@@ -154,7 +160,13 @@ class RewardFunctions:
         opened: list[tuple[Channel, tuple[str, str]]] = []
         for name, reference in references:
             if reference.startswith(VERL):
-                channel: Channel = VerlChannel(name, reference.removeprefix(VERL), self._timeout_s)
+                channel: Channel = VerlChannel(
+                    name,
+                    reference.removeprefix(VERL),
+                    self._timeout_s,
+                    sandbox=self._sandbox,
+                    is_unsafe_allowed=self._is_unsafe_allowed,
+                )
             else:
                 channel = ProcessChannel([(name, reference)], self._timeout_s)
             self._channels.append(channel)

@@ -13,6 +13,7 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.tasks.confined_call import Answer, ConfinedFunctions
 from sparkgrpo.trainer.tasks.reward_call import Job, Reply, plain_number
 from sparkgrpo.trainer.tasks.sandbox.wire import Malformed
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Level
 
 PREFIX = "verl:"
 MAX_CALL_S = 10.0
@@ -25,13 +26,22 @@ class VerlChannel:
         name: Of its part.
         reference: "module:function" or "file.py:function".
         timeout_s: Deadline of a batch; a call gets this, and at most 10 s.
+        sandbox, is_unsafe_allowed: The walls around a call (`ConfinedFunctions`).
     """
 
-    def __init__(self, name: str, reference: str, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, reference: str, timeout_s: float, *, sandbox: Level = "strict", is_unsafe_allowed: bool = False
+    ) -> None:
         self.names = [name]
         self._call_s = min(timeout_s, MAX_CALL_S)
         self._function, folders = _module_and_function(reference)
-        self._confined = ConfinedFunctions([self._function], folders=folders, call_s=self._call_s)
+        self._confined = ConfinedFunctions(
+            [self._function],
+            folders=folders,
+            call_s=self._call_s,
+            sandbox=sandbox,
+            is_unsafe_allowed=is_unsafe_allowed,
+        )
         self._calls: dict[int, list[Any]] = {}
 
     def describe(self) -> list[dict[str, Any]]:

@@ -170,7 +170,8 @@ def test_rows_need_data_and_something_that_judges(tmp_path: Path) -> None:
         run_of(task="rows", data=data(tmp_path)),
     ):
         pass
-    with run_of(task="rows", data=data(tmp_path), answer_column="answer") as task:
+    with run_of(task="rows", data=data(tmp_path), answer_column="answer") as opening:
+        task = opening.task
         assert isinstance(task, Rows) and task.num_problems == 7
     with (
         pytest.raises(UserError, match="no strict check can measure"),
@@ -185,7 +186,8 @@ def run_of(**values: object):  # noqa: ANN201
 
 def test_functions_take_the_place_of_the_reward(tmp_path: Path) -> None:
     reward = f"{REWARDS}:fast,{REWARDS}:length"
-    with run_of(reward=reward, reward_weights="1,0.5", steps=9) as task:
+    with run_of(reward=reward, reward_weights="1,0.5", steps=9) as opening:
+        task = opening.task
         assert isinstance(task, RewardedTask) and isinstance(task.task, Countdown)
         problem, answer = task.problems(0, 0, 1)[0], Completion(text="1234", token_ids=(1,), is_truncated=False)
         task.begin_step(3, 16)
@@ -194,14 +196,16 @@ def test_functions_take_the_place_of_the_reward(tmp_path: Path) -> None:
         assert task.verify(problem, answer).reward == 0.0
         report = task.take_report()
         assert report.metrics == {"num_reward_restarts": 0} and not report.warnings
-    with run_of(task="rows", data=data(tmp_path), reward=f"{REWARDS}:sees_text") as task:
+    with run_of(task="rows", data=data(tmp_path), reward=f"{REWARDS}:sees_text") as opening:
+        task = opening.task
         problem = task.problems(0, 0, 1)[0]
         assert task.verify(problem, answer) == UNVERIFIED
         assert task.reward([problem], [answer])[0].reason == "scored"
 
 
 def test_truncated_completions_can_earn_nothing() -> None:
-    with run_of(reward=f"{REWARDS}:none_for_short", truncated_reward="zero") as task:
+    with run_of(reward=f"{REWARDS}:none_for_short", truncated_reward="zero") as opening:
+        task = opening.task
         problem = task.problems(0, 0, 1)[0]
         answers = [
             Completion(text=text, token_ids=(1,), is_truncated=is_truncated)
@@ -211,7 +215,8 @@ def test_truncated_completions_can_earn_nothing() -> None:
 
 
 def test_what_functions_log_is_reported_over_the_batches_of_a_step() -> None:
-    with run_of(reward=f"{REWARDS}:logs", steps=9) as task:
+    with run_of(reward=f"{REWARDS}:logs", steps=9) as opening:
+        task = opening.task
         assert isinstance(task, RewardedTask)
         problem = task.problems(0, 0, 1)[0]
         batches = [[Completion(text=text, token_ids=(1,), is_truncated=False)] for text in ("ab", "abcd")]

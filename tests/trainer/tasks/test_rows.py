@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import UNVERIFIED, Completion
+from sparkgrpo.trainer.tasks.base import UNVERIFIED, Completion, opened
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
+from sparkgrpo.trainer.tasks.math_answers import MathOptions
+from sparkgrpo.trainer.tasks.math_rows import MathRows
 from sparkgrpo.trainer.tasks.records import in_memory, load_splits, normalised, text_digest
 from sparkgrpo.trainer.tasks.rows import Rows, RowsOptions
 
@@ -82,6 +84,19 @@ def test_checker_exact(completion: Make, answer: object, text: str, reason: str)
 def test_without_an_answer_column_nothing_is_verified(completion: Make) -> None:
     made = task([{"prompt": "q"}], answer_column="")
     assert made.verify(made.problems(0, 0, 1)[0], completion("x")) == UNVERIFIED
+
+
+def test_checker_math(completion: Make) -> None:
+    pytest.importorskip("math_verify")
+    given = [{"prompt": "q", "answer": r"\frac{1}{2}"}]
+    made = MathRows(RowsOptions(answer_column="answer", checker="math"), in_memory(given), MathOptions(num_workers=1))
+    with opened(made) as opening:
+        assert opening.facts["sandbox"]
+        problem = made.problems(0, 0, 1)[0]
+        answers = [completion(rf"so \boxed{{{box}}}") for box in ("0.5", "2/4", "0.6", "^" * 9)] + [completion("0.5")]
+        reasons = ["ok", "ok", "wrong_value", "too_complex", "no_answer"]
+        assert [score.reason for score in made.reward([problem] * 5, answers)] == reasons
+        assert [made.verify(problem, answer).reward for answer in answers] == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.fixture

@@ -65,9 +65,7 @@ def build_walls(*, is_strict: bool, readable: list[str], memory_bytes: int, cpu_
     """Prepare what can be prepared before the forks. `LayerError` where this kernel or machine lacks a layer."""
     kernel = KernelCalls()
     if not is_strict:
-        return Walls(
-            kernel=kernel, ruleset=None, abi=None, filter_template=b"", memory_bytes=memory_bytes, cpu_s=cpu_s
-        )
+        return Walls(kernel=kernel, ruleset=None, abi=None, filter_template=b"", memory_bytes=memory_bytes, cpu_s=cpu_s)
     machine = os.uname().machine
     try:
         built, abi = build_ruleset(kernel, readable)

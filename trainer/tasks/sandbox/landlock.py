@@ -1,11 +1,11 @@
 """Landlock: which files a process may open, by the kernel, without any privilege.
 
-A ruleset is built once, before the forks, and each fork restricts itself with it. It allows reading the standard library
-and writing to /dev/null. Whatever Landlock's version (ABI) can restrict beyond that is restricted: all other files,
-TCP ports, signals and abstract sockets to processes outside.
+A ruleset is built once, before the forks, and each fork restricts itself with it. It allows reading the standard
+library and writing to /dev/null. Whatever Landlock's version (ABI) can restrict beyond that is restricted: all other
+files, TCP ports, signals and abstract sockets to processes outside.
 
-The standard library is allowed entry by entry, without site-packages and dist-packages: a rule on the whole folder would
-let a program read tests that are installed there (measured).
+The standard library is allowed entry by entry, without site-packages and dist-packages: a rule on the whole folder
+would let a program read tests that are installed there (measured).
 
 Source: Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h of the Linux kernel.
 """

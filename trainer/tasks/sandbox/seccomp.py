@@ -1,14 +1,15 @@
 """seccomp-BPF: which system calls a process may make. What Landlock does not cover is denied here.
 
-An allow-list: what Python's interpreter, its threads and an event loop need; a call that was forgotten is denied, which
-may be unfair to an honest program but is never a hole. Denied calls give EPERM; clone3, whose flags lie behind a pointer, and
-numbers newer than this table give ENOSYS, upon which the C library takes the older call. A system call of another
-architecture, or of x32, kills.
+An allow-list: what Python's interpreter, its threads and an event loop need. A call that was forgotten is denied, which
+may be unfair to an honest program but is never a hole. Denied calls give EPERM; clone3, whose flags lie behind a
+pointer, and numbers newer than this table give ENOSYS, upon which the C library takes the older call. A system call of
+another architecture, or of x32, kills.
 
-Some calls depend on their arguments. clone: threads only, in no new namespace. kill, tgkill: only to itself. socketpair:
-only AF_UNIX (asyncio's wake-up). prlimit64: reading its own limits. prctl: names, so that PDEATHSIG stays. fcntl, ioctl:
-listed commands, so that no descriptor gets an owner in another process, whose readiness signal would be a way round the
-ban on kill. open with O_TRUNC is denied where Landlock is older than ABI 3 and would let it truncate a readable file.
+Some calls depend on their arguments. clone: threads only, in no new namespace. kill, tgkill: only to itself.
+socketpair: only AF_UNIX (asyncio's wake-up). prlimit64: reading its own limits. prctl: names, so that PDEATHSIG stays.
+fcntl, ioctl: listed commands, so that no descriptor gets an owner in another process, whose readiness signal would be
+a way round the ban on kill. open with O_TRUNC is denied where Landlock is older than ABI 3, which would let it cut a
+readable file off.
 
 Numbers: asm/unistd_64.h and, for aarch64, asm-generic/unistd.h of the Linux kernel.
 """
@@ -24,25 +25,26 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 # name, number on x86_64, number on aarch64 (- where the call does not exist)
 ALLOWED = """
 read 0 63, write 1 64, close 3 57, stat 4 -, fstat 5 80, lstat 6 -, poll 7 -, lseek 8 62, mmap 9 222, mprotect 10 226,
-munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67, pwrite64 18
-68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216, msync 26 227,
-madvise 28 233, dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102, alarm 37 -, setitimer 38 103,
-getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getpeername 52
-205, getsockopt 55 209, exit 60 93, wait4 61 260, uname 63 160, fsync 74 82, fdatasync 75 83, ftruncate 77 46,
-getdents 78 -, getcwd 79 17, chdir 80 49, fchdir 81 50, readlink 89 -, umask 95 166, gettimeofday 96 169, getrlimit 97
-163, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176, geteuid 107 175, getegid 108
-177, getppid 110 173, getpgrp 111 -, getgroups 115 158, getresuid 118 148, getresgid 120 150, getpgid 121 155, getsid
-124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43,
-fstatfs 138 44, getpriority 140 141, sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146
-125, sched_get_priority_min 147 126, sched_rr_get_interval 148 127, arch_prctl 158 -, gettid 186 178, time 201 -,
-futex 202 98, sched_getaffinity 204 123, epoll_create 213 -, getdents64 217 61, set_tid_address 218 96,
-restart_syscall 219 128, timer_create 222 107, timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109,
-timer_delete 226 111, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94,
-epoll_wait 232 -, epoll_ctl 233 21, waitid 247 95, newfstatat 262 79, readlinkat 267 78, faccessat 269 48, pselect6
-270 72, ppoll 271 73, set_robust_list 273 99, epoll_pwait 281 22, signalfd 282 -, timerfd_create 283 85, eventfd 284
--, timerfd_settime 286 86, timerfd_gettime 287 87, signalfd4 289 74, eventfd2 290 19, epoll_create1 291 20, dup3 292
-24, pipe2 293 59, preadv 295 69, pwritev 296 70, getcpu 309 168, getrandom 318 278, copy_file_range 326 285, preadv2
-327 286, pwritev2 328 287, statx 332 291, rseq 334 293, close_range 436 436, faccessat2 439 439, epoll_pwait2 441 441,
+munmap 11 215, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67,
+pwrite64 18 68, readv 19 65, writev 20 66, access 21 -, pipe 22 -, select 23 -, sched_yield 24 124, mremap 25 216,
+msync 26 227, madvise 28 233, dup 32 23, dup2 33 -, pause 34 -, nanosleep 35 101, getitimer 36 102, alarm 37 -,
+setitimer 38 103, getpid 39 172, sendfile 40 71, sendto 44 206, recvfrom 45 207, shutdown 48 210, getsockname 51 204,
+getpeername 52 205, getsockopt 55 209, exit 60 93, wait4 61 260, uname 63 160, fsync 74 82, fdatasync 75 83,
+ftruncate 77 46, getdents 78 -, getcwd 79 17, chdir 80 49, fchdir 81 50, readlink 89 -, umask 95 166,
+gettimeofday 96 169, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, times 100 153, getuid 102 174, getgid 104 176,
+geteuid 107 175, getegid 108 177, getppid 110 173, getpgrp 111 -, getgroups 115 158, capget 125 90, getresuid 118 148,
+getresgid 120 150, getpgid 121 155, getsid 124 156, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, statfs 137 43, fstatfs 138 44, getpriority 140 141, sched_getparam 143 121,
+sched_getscheduler 145 120, sched_get_priority_max 146 125, sched_get_priority_min 147 126,
+sched_rr_get_interval 148 127, arch_prctl 158 -, gettid 186 178, time 201 -, futex 202 98, sched_getaffinity 204 123,
+epoll_create 213 -, getdents64 217 61, set_tid_address 218 96, restart_syscall 219 128, timer_create 222 107,
+timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, clock_gettime 228 113,
+clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94, epoll_wait 232 -, epoll_ctl 233 21, waitid 247 95,
+newfstatat 262 79, readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99,
+epoll_pwait 281 22, signalfd 282 -, timerfd_create 283 85, eventfd 284 -, timerfd_settime 286 86,
+timerfd_gettime 287 87, signalfd4 289 74, eventfd2 290 19, epoll_create1 291 20, dup3 292 24, pipe2 293 59,
+preadv 295 69, pwritev 296 70, getcpu 309 168, getrandom 318 278, copy_file_range 326 285, preadv2 327 286,
+pwritev2 328 287, statx 332 291, rseq 334 293, close_range 436 436, faccessat2 439 439, epoll_pwait2 441 441,
 futex_waitv 449 449
 """
 IOCTL, FCNTL, PRCTL, CLONE, KILL, TGKILL = (16, 29), (72, 25), (157, 167), (56, 220), (62, 129), (234, 131)

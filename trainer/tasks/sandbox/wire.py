@@ -74,6 +74,8 @@ def encode(value: object, depth: int = 0, budget: Budget | None = None) -> list:
         node = _scalar(kind, value)
         budget.spend(len(node[1]) + 8)
         return node
+    if kind.__len__(value) > budget.num_nodes:  # pyright: ignore - before any of them is made
+        raise TooLarge("too many nodes")
     if kind is dict:
         budget.spend(8)
         pairs = [encode(x, depth + 1, budget) for item in dict.items(value) for x in item]  # pyright: ignore

@@ -38,10 +38,10 @@ EXIT_SYNTAX_ERROR, EXIT_EXCEPTION = 101, 1
 READY, NOT_CONFINED = "ready", "not_confined"
 
 PRELOADED = (
-    "array base64 binascii bisect bz2 calendar cmath collections contextlib copy ctypes dataclasses datetime decimal enum "
-    "fractions functools hashlib heapq io itertools json lzma math numbers operator random re secrets statistics string "
-    "struct textwrap time typing unicodedata zlib"
-).split()
+    "array base64 binascii bisect bz2 calendar cmath collections contextlib copy ctypes dataclasses datetime decimal",
+    "enum fractions functools hashlib heapq io itertools json lzma math numbers operator random re secrets statistics",
+    "string struct textwrap time typing unicodedata zlib",
+)
 """Imported before the walls go up: quick for honest programs, and the only way to modules with shared libraries."""
 
 
@@ -70,7 +70,7 @@ def main(settings_text: str) -> None:
 
 
 def _prepare(settings: dict) -> dict[str, Callable[..., object]]:
-    for name in PRELOADED:
+    for name in " ".join(PRELOADED).split():
         try:
             importlib.import_module(name)
         except ImportError:  # a Python built without one of the libraries
@@ -80,6 +80,8 @@ def _prepare(settings: dict) -> dict[str, Callable[..., object]]:
     for name in settings["functions"]:
         module, _, function = name.partition(":")
         functions[name] = getattr(importlib.import_module(module), function)
+    for name, arguments in settings["warm_up"]:
+        functions[name](*arguments)
     return functions
 
 
@@ -186,8 +188,8 @@ def _run_program() -> None:
     os.dup2(REPLY_FD, 1)
     os.close(REQUEST_FD)
     os.close(REPLY_FD)
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.argv = ["answer.py"]
     status = _exit_status(code)
     try:
