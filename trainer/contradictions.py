@@ -36,6 +36,8 @@ NAMES_ELSEWHERE = {
     "mask_truncated_completions": "here it is mask_truncated",
     "gradient_checkpointing": "here it is activation_checkpointing",
     "sync_ref_model": "here it is sync_every and sync_mix",
+    "train_dataset": "here it is dataset",
+    "output_dir": "here it is run_dir",
 }
 """Options that people bring along from other trainers, and what to do in their place."""
 

@@ -23,7 +23,7 @@ from sparkgrpo.trainer.tasks.base import (
 )
 from sparkgrpo.trainer.tasks.code import Code, CodeOptions, ScoringError, make_problem
 from sparkgrpo.trainer.tasks.code_text import last_code_block
-from sparkgrpo.trainer.tasks.registry import make_task, task_options
+from sparkgrpo.trainer.tasks.registry import check_settings, make_task, task_options
 from sparkgrpo.trainer.tasks.sandbox.zygote_link import Limits
 
 pytestmark = pytest.mark.walls
@@ -223,10 +223,10 @@ def test_options_of_a_run() -> None:
     with pytest.raises(UserError, match=r"sandbox: .*--unsafe-sandbox"):
         Config(sandbox="basic")
     assert Config(sandbox="basic", unsafe_sandbox=True).sandbox == "basic"
-    with pytest.raises(ValueError, match="reward must be 'strict' or 'visible', got 'sloppy'"):
-        task_options(Config(task="code", reward="sloppy"))
-    with pytest.raises(ValueError, match="reward"):
-        task_options(Config(task="countdown", reward="visible"))
+    with pytest.raises(UserError, match="the task code pays strict or visible, .* got 'sloppy'"):
+        check_settings(Config(task="code", reward="sloppy"), {})
+    with pytest.raises(UserError, match="the task countdown pays strict or sloppy"):
+        check_settings(Config(task="countdown", reward="visible"), {})
 
 
 @pytest.mark.parametrize(
