@@ -66,7 +66,7 @@ def processor_s(pool: ScoringPool) -> float:
 
 
 def rate(pool: ScoringPool, jobs: list, seconds: float) -> dict[str, float]:
-    """Answers per second over batches: median, least, largest; and processor time, which a busy machine changes less."""
+    """Answers per second over batches: median, least, largest; and processor time, steadier on a busy machine."""
     pool.run(jobs[:8], 60)
     rates: list[float] = []
     before_s = processor_s(pool)

@@ -223,7 +223,7 @@ def test_options_of_a_run() -> None:
     with pytest.raises(UserError, match=r"sandbox: .*--unsafe-sandbox"):
         Config(sandbox="basic")
     assert Config(sandbox="basic", unsafe_sandbox=True).sandbox == "basic"
-    with pytest.raises(UserError, match="the task code pays strict or visible, .* got 'sloppy'"):
+    with pytest.raises(UserError, match=r"the task code pays strict or visible, .* got 'sloppy'"):
         check_settings(Config(task="code", reward="sloppy"), {})
     with pytest.raises(UserError, match="the task countdown pays strict or sloppy"):
         check_settings(Config(task="countdown", reward="visible"), {})
