@@ -5,8 +5,8 @@ reward function costs beside its own time.
 
 One core, one thread; the checkers are timed by the processor's clock, which other programs do not slow. Answers are a
 mix of right, wrong, malformed and missing ones, as models write them. Hostile texts are 256 kB of tags, digits,
-brackets and blanks; the slowest is reported. The reward function returns a constant for 128 completions of 200 words and 256
-tokens, and is timed by the wall clock.
+brackets and blanks; the slowest is reported. The reward function returns a constant for 128 completions of 200 words
+and 256 tokens, and is timed by the wall clock.
 """
 
 import argparse

@@ -107,4 +107,4 @@ def test_gsm8k_takes_a_step_with_pretrained_weights(tmp_path: Path, gsm8k_folder
     command += ["--model", str(model), "--task", "gsm8k", "--data", str(gsm8k_folder), "--run-dir", "run"]
     subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=1200)
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert row["part/xmlcount"] is not None and row["num_tokens"] > 0
+    assert row["part/xmlcount"] is not None and row["num_tokens"] != 0
