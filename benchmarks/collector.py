@@ -20,13 +20,17 @@ class Collector:
         self.cases: dict[str, list[dict[str, object]]] = {}
         self.copy_gbps = copy_gbps(device)
 
-    def run(self, comparison: Comparison, benchmark) -> None:  # noqa: ANN001  the plugin may be absent
-        """Compares, and hands the first of ours to pytest-benchmark, whose options then work on it."""
+    def run(self, comparison: Comparison, benchmark, *, is_full: bool = False) -> None:  # noqa: ANN001  may be absent
+        """Compares, and hands the first of ours to pytest-benchmark, whose options then work on it.
+
+        Long cases have a file of their own, so that a run without them does not take them away.
+        """
         run_comparison(comparison)
         self.tables.append(render(comparison))
-        self.cases.setdefault(comparison.op, []).append(comparison.as_json())
-        content = {"conditions": {"threads": torch.get_num_threads()}, "cases": self.cases[comparison.op]}
-        write_result(comparison.op, self.device, content)
+        name = f"{comparison.op}_full" if is_full else comparison.op
+        self.cases.setdefault(name, []).append(comparison.as_json())
+        content = {"conditions": {"threads": torch.get_num_threads()}, "cases": self.cases[name]}
+        write_result(name, self.device, content)
         ours = next(i for i in comparison.implementations if i.is_ours)
         row = next(row for row in comparison.rows if row.is_ours)
         assert row.failure is None, row.failure_traceback
