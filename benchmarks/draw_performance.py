@@ -57,7 +57,9 @@ def scaling_plot(result: Result, phase: str) -> str:
     for name, axis in result["axes"].items():
         if phase in axis["phases"]:
             medians: list[float] = axis["phases"][phase]["median_s"]
-            relative = [(size / axis["sizes"][0], s / medians[0]) for size, s in zip(axis["sizes"], medians, strict=True)]
+            relative = [
+                (size / axis["sizes"][0], s / medians[0]) for size, s in zip(axis["sizes"], medians, strict=True)
+            ]
             lines.append(Line(label=f"{name} {axis['phases'][phase]['exponent']:.2f}", points=relative))
     what = {"t_gen": "generation", "t_update": "reference and update"}[phase]
     title = f"Time of {what} over size, both relative (legend: exponent)"

@@ -239,7 +239,7 @@ SOURCES = (
     ),
 )
 OPS = (
-    "linear_grpo", "linear_grpo_full", "linear_logprob", "prefix_attention", "sample_update", "linear", "rms_norm",
+    "linear_grpo", "linear_grpo_full", "linear_logprob", "prefix_attention", "sample_tokens", "linear", "rms_norm",
     "swiglu", "rotary", "token_logprob", "adamw",
 )  # fmt: skip
 
@@ -304,7 +304,9 @@ def gpu_part(results: Path) -> str:
         wrong = [f"{finding['group']}/{finding['item']}" for finding in checks if not finding["ok"]]
         verdict = f"{len(checks)} checks, {'all right' if not wrong else 'wrong: ' + ', '.join(wrong)}"
         parts.append(f"{hardware_text(result)}, commit {commit_of(result)} (`{device}/gpu_check.json`): {verdict}.")
-        parts += [f"- {f['item']}: {f['text'].splitlines()[0]}" for f in result["findings"] if f["figures"] and _rate(f)]
+        parts += [
+            f"- {f['item']}: {f['text'].splitlines()[0]}" for f in result["findings"] if f["figures"] and _rate(f)
+        ]
     return "\n".join(parts)
 
 

@@ -152,7 +152,16 @@ class TrlPeer:
 
     def _give(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
         texts = [[{"role": "assistant", "content": ""}] for _ in completions]
-        rollout = ([list(ids) for ids in prompts], [list(ids) for ids in completions], None, texts, None, {}, None, None)
+        rollout = (
+            [list(ids) for ids in prompts],
+            [list(ids) for ids in completions],
+            None,
+            texts,
+            None,
+            {},
+            None,
+            None,
+        )
         vars(self.trainer)["_generate"] = lambda prompts: rollout
 
     def _callback(self) -> Any:  # noqa: ANN401  transformers is imported here

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -268,6 +269,8 @@ def main() -> None:
     if options.sides is not None:
         run_here(options)
         return
+    if find_spec("trl") is None:
+        sys.exit("TRL is not installed here: pip install -e '.[trl]', or python install.py trl")
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), load_model(model_source(options.model), dtype=torch.float32, device="cpu"))
         run_parts(options, folder)

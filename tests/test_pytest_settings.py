@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = {
     "tests/test_one.py": "def test_one(): pass\n",
     "tests/test_late.py": "import pytest\n@pytest.mark.slow\ndef test_late(): pass\n",
+    "benchmarks/record.py": "import pathlib\nRESULTS = pathlib.Path('kept')\ndef device_name(device): return 'here'\n",
     "benchmarks/bench_one.py": "def bench_one(benchmark): benchmark(int)\ndef bench_two(): pass\n",
 }
 
