@@ -3,9 +3,10 @@
     python benchmarks/gpu_check.py [--budget 460] [--groups correctness,head]
 
 Kernels against float64, their speed beside peers, the decode loop with its graphs, whole GRPO steps. Needs this
-checkout, torch and triton (`decode` and `step` also transformers); nothing has to be installed. The most telling groups come first; each is a
-process of its own, so that a fault of the device ends one group alone, and what it had found stays. Results are written
-after every group: benchmarks/results/<device>/gpu_check.json, and one file for each op that was timed.
+checkout, torch and triton (`decode` and `step` also transformers); nothing has to be installed. The most telling groups
+come first; each is a process of its own, so that a fault of the device ends one group alone, and what it had found
+stays. Results are written after every group: benchmarks/results/<device>/gpu_check.json, and one file for each op that
+was timed.
 Exit code 0: all that ran is right. 1: something is not. 2: there is no such device. `--device cpu --quick` runs the
 same code on tiny shapes.
 """

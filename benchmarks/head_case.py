@@ -145,7 +145,7 @@ def head_truths(case: HeadCase, *, has_gradients: bool = True, has_ce: bool = Tr
     if not has_gradients:
         return {"op": op}
     dhidden_TD, dweight_VD = torch.autograd.grad(out.loss, (hidden_TD, weight_VD))
-    truths = {"op": {**op, "dhidden": dhidden_TD, "dweight": dweight_VD}}
+    truths: dict[str, Outputs] = {"op": {**op, "dhidden": dhidden_TD, "dweight": dweight_VD}}
     if has_ce:
         losses = torch.nn.functional.cross_entropy(hidden_TD @ weight_VD.T, case.target_T)
         dhidden_TD, dweight_VD = torch.autograd.grad(losses, (hidden_TD, weight_VD))

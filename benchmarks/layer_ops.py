@@ -1,4 +1,4 @@
-"""Comparisons of what a layer and a decode step consist of beside the small ops: linear, shared-prompt attention, a draw.
+"""Comparisons beside those of the small ops: a linear layer, attention over shared prompts, the draw of a token.
 
 Linear and attention are forward and backward; the limit is their bare matrix products. A draw is one token and its
 log-prob for every row; the limit is reading the logits once.

@@ -91,12 +91,14 @@ def reached(curve: Sequence[Mapping[str, float]], target: float) -> Mapping[str,
 def summary_of(curves: Mapping[str, Sequence[Mapping[str, float]]], target: float) -> dict[str, object]:
     """Who reached the target when, and where both were at the end of the shorter budget of seconds and of tokens."""
     summary: dict[str, object] = {"target_accuracy": target}
+    times: dict[str, float | None] = {}
     for name, curve in curves.items():
         point = reached(curve, target)
-        summary[f"{name}_seconds_to_target"] = None if point is None else point["seconds"]
+        times[name] = None if point is None else point["seconds"]
+        summary[f"{name}_seconds_to_target"] = times[name]
         summary[f"{name}_tokens_to_target"] = None if point is None else point["tokens"]
-    times = [summary[f"{name}_seconds_to_target"] for name in ("ours", "trl")]
-    summary["seconds_ratio"] = times[1] / times[0] if all(isinstance(t, float) and t > 0 for t in times) else None
+    ours, peer = times["ours"], times["trl"]
+    summary["seconds_ratio"] = peer / ours if ours and peer is not None else None
     for axis in ("seconds", "tokens"):
         budget = min(curve[-1][axis] for curve in curves.values())
         summary[f"at_equal_{axis}"] = {

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def run_script(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def findings(folder: Path) -> list[dict[str, object]]:
+def findings(folder: Path) -> list[dict[str, Any]]:
     (path,) = folder.rglob("gpu_check.json")
     return json.loads(path.read_text())["findings"]
 

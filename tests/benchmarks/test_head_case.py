@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.comparison import output_errors
 from benchmarks.head_case import HeadCase, HeadShape, head_truths, make_head_case
-from benchmarks.head_implementations import onednn_product, grpo_implementations, score_implementations
+from benchmarks.head_implementations import grpo_implementations, onednn_product, score_implementations
 from benchmarks.small_ops import SMALL_OPS, adamw_comparison, small_comparison
 from sparkgrpo.kernels.head_chunks import PRODUCT_ROWS
 

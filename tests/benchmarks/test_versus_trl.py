@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_ratios_are_of_the_same_round() -> None:
     found = {"ours/fp32": [a_step(1.0), a_step(2.0)], "trl/fp32": [a_step(3.0), a_step(6.0)]}
     result = step_part(["ours/fp32"], ["trl/fp32"], lambda part, names: found)
     assert result["ratios"] == {"trl/fp32 over ours/fp32": {"median": 3.0, "min": 3.0, "max": 3.0}}
-    sides = result["sides"]
+    sides: Any = result["sides"]
     assert sides["ours/fp32"]["median_s"] == 1.5 and sides["ours/fp32"]["tok_per_s_of_generation"] == 8 / 0.75
 
 
@@ -36,7 +37,7 @@ def test_what_cannot_run_is_said_and_stops_nobody() -> None:
             return "RuntimeError: no driver"
         return {name: [a_step(1.0)] for name in names} if part == "step" else {"peak_bytes": 8}
 
-    step = step_part(["ours/fp32"], ["trl/liger", "trl/fp32"], child)
+    step: Any = step_part(["ours/fp32"], ["trl/liger", "trl/fp32"], child)
     assert step["cannot_run"] == {"trl/liger": "RuntimeError: no driver"} and set(step["sides"]) == {
         "ours/fp32",
         "trl/fp32",
