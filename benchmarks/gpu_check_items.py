@@ -292,7 +292,7 @@ GROUPS = {
     "correctness": Group(items=(correctness,), limit_s=60),
     "head": Group(items=(tile_share, gradient_products, host_syncs, bits, peak_bytes), limit_s=60),
     "decode": Group(items=(decode_rates,), limit_s=90),
-    "step": Group(items=(whole_step,), limit_s=60),
+    "step": Group(items=(whole_step,), limit_s=70),
     "cases": Group(items=(head_cases,), limit_s=100),
     "small": Group(items=(small_cases,), limit_s=45),
 }
