@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 Result = Mapping[str, Any]
@@ -138,22 +138,32 @@ def _learning(result: Result) -> list[Row]:
 
 
 def _update(result: Result) -> list[Row]:
-    ours, peer = (sorted(result[key])[len(result[key]) // 2] for key in ("ours_s", "trl_s"))
-    half = result["half_of_the_groups_dead_and_beta_0_s"]
-    return [
+    """TRL's sides over ours; and our skipping of dead groups over our own full update."""
+    sides = result["sides"]
+
+    def wall(name: str) -> float:
+        return median(sides[name]["wall_s"])
+
+    half = "ours, half of the groups dead and beta 0"
+    rows = [
         Row(
-            what="reference and update alone, SmolLM2-135M, 4 x 8 x 64 given tokens, fp32",
-            ours=seconds(ours),
-            peer=f"TRL {seconds(peer)}",
-            ratio=times(result["trl_over_ours"]["median"]),
-        ),
-        Row(
-            what="the same, half of the groups dead and beta 0, against our own full update",
-            ours=seconds(sorted(half)[len(half) // 2]),
-            peer=f"ours {seconds(ours)}",
-            ratio=times(result["full_over_half_dead"]["median"]),
-        ),
+            what=f"reference and update alone, {result['conditions']['model']}, 4 x 8 x 64 given tokens, {name}",
+            ours=f"{seconds(wall('ours'))}, {mebibytes(sides['ours']['peak_bytes'])}",
+            peer=f"{seconds(wall(name))}, {mebibytes(sides[name]['peak_bytes'])}",
+            ratio=times(wall(name) / wall("ours")),
+        )
+        for name in sides
+        if name.startswith("TRL") and "ours" in sides
     ]
+    if half in sides and "ours" in sides:
+        gain = Row(
+            what="the same, half of the groups dead and beta 0, against our own full update",
+            ours=seconds(wall(half)),
+            peer=f"ours {seconds(wall('ours'))}",
+            ratio=times(wall("ours") / wall(half)),
+        )
+        rows.append(gain)
+    return rows
 
 
 def _generation(model: str) -> Callable[[Result], list[Row]]:
@@ -161,7 +171,7 @@ def _generation(model: str) -> Callable[[Result], list[Row]]:
         precision = result["conditions"]["precision"]
         same = precision["ours"] == precision["hf"]
         how = precision["ours"] if same else f"ours {precision['ours']}, theirs {precision['hf']}"
-        ours, peer = (sorted(result[key])[len(result[key]) // 2] for key in ("ours_s", "hf_s"))
+        ours, peer = (median(result[key]) for key in ("ours_s", "hf_s"))
         return [
             Row(
                 what=f"generation, {model}, 64 sequences of unlike lengths, {how}",

@@ -51,6 +51,16 @@ def test_a_device_without_results_says_so(tmp_path: Path) -> None:
     assert all("yet" in text for text in parts_of(tmp_path, "moon").values())
 
 
+def test_update_rows_are_ratios_of_wall_time(tmp_path: Path) -> None:
+    def side(wall_s: float) -> dict[str, object]:
+        return {"wall_s": [wall_s, wall_s], "cpu_s": [9.0, 9.0], "peak_bytes": 2**30}
+
+    sides = {"ours": side(2.0), "ours, half of the groups dead and beta 0": side(0.5), "TRL": side(7.0)}
+    keep(tmp_path, "update_against_trl", {"conditions": {"model": "m"}, "sides": sides})
+    text = numbers_part(tmp_path, "box")
+    assert "| 2 s, 1,024 MiB | 7 s, 1,024 MiB | **3.5x** |" in text and "| 0.5 s | ours 2 s | **4x** |" in text
+
+
 def test_gpu_figures_appear_with_the_first_gpu(tmp_path: Path) -> None:
     finding = {
         "group": "step",
