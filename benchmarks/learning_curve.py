@@ -6,11 +6,11 @@ judged by one evaluator: our engine on a copy of the weights, greedy, the same p
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from benchmarks.trl_peer import PeerStep, TrlPeer
+from benchmarks.trl_peer import PeerStep
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.loop import GrpoLoop
@@ -24,6 +24,10 @@ class LearningSide(Protocol):
 
     def step(self) -> PeerStep:
         """One training step."""
+        ...
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The present weights under Hugging Face's names."""
         ...
 
 
@@ -44,16 +48,9 @@ class Judge:
         for name, view in self.views.items():
             view.copy_(weights[name].detach())
         loop = self.loop
-        return evaluate(loop.engine, loop.dialogue, loop.task, loop.heldout, loop.config).accuracy
-
-
-def weights_of(side: LearningSide) -> Mapping[str, torch.Tensor]:
-    """The side's present weights under Hugging Face's names."""
-    if isinstance(side, TrlPeer):
-        model: Any = side.trainer.model
-        return model.state_dict()
-    loop: GrpoLoop = vars(side)["loop"]
-    return state_dict_hf(loop.engine.model)
+        accuracy = evaluate(loop.engine, loop.dialogue, loop.task, loop.heldout, loop.config).accuracy
+        assert accuracy is not None, "Countdown judges every answer"
+        return accuracy
 
 
 def learning_curves(
@@ -71,7 +68,7 @@ def learning_curves(
                 spent[name][1] += step.num_tokens
             if number % eval_every == 0 or number == config.steps:
                 seconds, tokens = spent[name]
-                accuracy = judge.accuracy(weights_of(side))
+                accuracy = judge.accuracy(side.weights())
                 curves[name].append({"step": number, "seconds": seconds, "tokens": tokens, "accuracy": accuracy})
                 print(f"{name} {json.dumps(curves[name][-1])}", flush=True)
     batch = f"{config.prompts_per_step} prompts x {config.group_size} completions"

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,10 @@ class TrlPeer:
         seconds |= {"t_other": t_step - sum(seconds.values()), "t_step": t_step}
         reward_mean = sum(self._rewards) / max(1, len(self._rewards))
         return PeerStep(seconds=seconds, num_tokens=self._num_tokens, reward_mean=reward_mean)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The present weights under Hugging Face's names."""
+        return self.trainer.model.state_dict()
 
     def _train(self) -> None:
         try:

@@ -35,7 +35,7 @@ from benchmarks.trl_peer import PeerOptions, PeerStep, TrlPeer
 from sparkgrpo.profiling.memory import peak_bytes
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.machine import EMBEDDED, model_recipe, model_source
-from sparkgrpo.trainer.model.weights import load_model, save_model
+from sparkgrpo.trainer.model.weights import load_model, save_model, state_dict_hf
 from sparkgrpo.trainer.run import DTYPES, build_loop
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
 
@@ -75,6 +75,9 @@ class OurSide:
         num_tokens, reward_mean = metrics["num_tokens"], metrics["reward_mean"]
         assert isinstance(num_tokens, int) and isinstance(reward_mean, float)
         return PeerStep(seconds=seconds, num_tokens=num_tokens, reward_mean=reward_mean)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return state_dict_hf(self.loop.engine.model)
 
 
 def side_of(name: str, folder: str, config: Config, num_steps: int) -> OurSide | TrlPeer:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.learning_curve import reached, summary_of
 from benchmarks.trl_peer import PeerStep
@@ -92,6 +93,36 @@ def test_steps_beside_trl(tmp_path: Path) -> None:
         assert sides[side]["num_tokens"] == 2 * 2 * 4
         assert abs(sum(split.values()) - t_step) < 0.01 * t_step
         assert all(split[key] > 0 for key in ("t_gen", "t_ref", "t_train", "t_opt"))
+
+
+@pytest.mark.trl
+def test_both_sides_learn_from_the_same(tmp_path: Path) -> None:
+    """The same prompt ids in the same order, the same stop ids, weights under the same names."""
+    pytest.importorskip("trl")
+    from benchmarks.trl_peer import PeerOptions, TrlPeer
+    from benchmarks.versus_trl import OurSide
+    from sparkgrpo.trainer.machine import EMBEDDED, model_source
+
+    config = shape_of(options_of(["--prompts", "3", "--group-size", "2", "--max-new-tokens", "4"]))
+    ours = OurSide(model_source(EMBEDDED), config, is_full_length=False)
+    peer = TrlPeer(model_source(EMBEDDED), config, PeerOptions(num_steps=2, is_full_length=False))
+    seen: list[list[int]] = []
+    generate = peer.trainer._generate_single_turn
+
+    def looking(prompt_ids: list[list[int]], *rest: object, **options: object) -> object:
+        seen.extend(list(map(int, ids)) for ids in prompt_ids)
+        return generate(prompt_ids, *rest, **options)
+
+    vars(peer.trainer)["_generate_single_turn"] = looking
+    for start in (0, 3):
+        seen.clear()
+        step = peer.step()
+        assert seen == [ids for ids in ours.loop.stream.draw(start, 3).prompts for _ in range(2)]
+        assert 0 < step.num_tokens <= 3 * 2 * 4
+    assert set(peer.trainer.eos_token_ids) == set(ours.loop.engine.stop_ids)
+    theirs = peer.weights()
+    # Two updates at a learning rate of 1e-6 moved them apart by less than that.
+    assert all(torch.allclose(theirs[name], weight, atol=1e-5) for name, weight in ours.weights().items())
 
 
 @pytest.mark.trl
