@@ -79,8 +79,10 @@ def calls_of(rows: DeviceRows, calls: Calls | None) -> np.ndarray | None:
     has_process = bool(len(rows.process_N)) and bool((rows.process_N != UNKNOWN).all())
     if not has_process and len(processes) > 1:
         return None
-    row_process_N = rows.process_N if has_process and UNKNOWN not in processes else np.full(
-        len(rows.start_N), processes[0] if len(processes) else UNKNOWN
+    row_process_N = (
+        rows.process_N
+        if has_process and UNKNOWN not in processes
+        else np.full(len(rows.start_N), processes[0] if len(processes) else UNKNOWN)
     )
     call_key, row_key = _keys(processes, calls.process_N, calls.correlation_N, row_process_N, rows.correlation_N)
     order_C = np.argsort(call_key, kind="stable")

@@ -34,7 +34,9 @@ def read_chrome_trace(path: Path) -> Timeline:
     content = _content(path)
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
-        raise TraceError(f'{path.name}: expected a list "traceEvents" as torch.profiler writes it, got JSON without one')
+        raise TraceError(
+            f'{path.name}: expected a list "traceEvents" as torch.profiler writes it, got JSON without one'
+        )
     facts = content if isinstance(content, dict) else {}
     by_category: dict[str, list[Event]] = {}
     for event in events:
@@ -56,7 +58,9 @@ def _content(path: Path) -> object:
     try:
         text = gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw
     except (EOFError, OSError, zlib.error) as error:
-        raise TraceError(f"{path.name}: expected a whole gzip file, got one that is cut short or damaged ({error})") from None
+        raise TraceError(
+            f"{path.name}: expected a whole gzip file, got one that is cut short or damaged ({error})"
+        ) from None
     try:
         return json.loads(text, parse_float=str)  # floats as they stand; `nanoseconds` reads them
     except UnicodeDecodeError:
@@ -64,8 +68,8 @@ def _content(path: Path) -> object:
     except (ValueError, RecursionError) as error:
         place = f" at character {error.pos:,} of {len(text):,}" if isinstance(error, json.JSONDecodeError) else ""
         raise TraceError(
-            f"{path.name}: expected a whole JSON trace, got text that ends or breaks{place}; a killed run leaves such a "
-            "file: record it again"
+            f"{path.name}: expected a whole JSON trace, got text that ends or breaks{place}; a killed run leaves "
+            "such a file: record it again"
         ) from None
 
 
@@ -112,7 +116,8 @@ class _Builder:
             devices=self._devices(),
             graph_mode="node" if kernels is not None else None,
             versions=self._versions(),
-            missing=self.missing + [name for name, table in (("kernel", kernels), ("cuda_runtime", calls)) if not table],
+            missing=self.missing
+            + [name for name, table in (("kernel", kernels), ("cuda_runtime", calls)) if not table],
             notes=notes,
             num_other_ranges=sum(len(self.by_category.get(category, ())) for category in OTHER_RANGES),
         )

@@ -18,7 +18,10 @@ OWNERS = (
     ("cuBLAS", re.compile(r"gemm|cublas|cutlass|nvjet|splitK|gemv", re.IGNORECASE)),
     ("cuDNN", re.compile(r"cudnn|implicit_convolve|dgrad|wgrad|fprop", re.IGNORECASE)),
     ("compiled", re.compile(r"^triton_")),
-    ("torch", re.compile(r"at::native|elementwise|reduce_kernel|CatArray|index|gather|scatter|layer_norm|softmax|cub::")),
+    (
+        "torch",
+        re.compile(r"at::native|elementwise|reduce_kernel|CatArray|index|gather|scatter|layer_norm|softmax|cub::"),
+    ),
 )
 """By name; the first that matches. Ours are Triton kernels, which keep the name of their function: `_rotary_kernel`."""
 
@@ -47,8 +50,9 @@ def kernel_summaries(
     shape_of = _typical_rows(name_N, timeline.shapes)
     titles = ("unattributed", *phases)
     rows = []
-    for i in np.argsort(-sums, kind="stable").tolist():
-        name = timeline.names[names[i]] if names[i] != UNKNOWN else "unnamed"
+    titled = [timeline.names[place] if place != UNKNOWN else "unnamed" for place in names.tolist()]
+    for i in sorted(range(len(titled)), key=lambda i: (-sums[i], titled[i])):
+        name = titled[i]
         device = timeline.devices.get(int(kernels.device_N[shape_of[i]]) if shape_of else 0)
         shares = None if by_phase is None else [(titles[j], int(ns)) for j, ns in enumerate(by_phase[i]) if ns]
         rows.append(

@@ -182,9 +182,7 @@ class _Reader:
         ]
         filled = ", ".join(f"COALESCE({term}, {UNKNOWN})" for term in terms)
         registers_N, shared_N, blocks_N, threads_N = self._columns_of(f"SELECT {filled} FROM {KERNEL}", 4, np.int32)
-        return KernelShapes(
-            registers_N=registers_N, shared_bytes_N=shared_N, blocks_N=blocks_N, threads_N=threads_N
-        )
+        return KernelShapes(registers_N=registers_N, shared_bytes_N=shared_N, blocks_N=blocks_N, threads_N=threads_N)
 
     def _ranges(self, last_ns: int) -> tuple[Ranges | None, int]:
         wanted = {"start": None, "end": UNKNOWN, "eventType": PUSH_POP, "globalTid": UNKNOWN, "textId": UNKNOWN}
@@ -279,9 +277,7 @@ class _Reader:
         if not self._has(table, essential, is_required=is_required):
             return None
         has = self.columns[table]
-        self.missing += [
-            f"{table}.{name}" for name in wanted if name.lower() not in has and name not in unreported
-        ]
+        self.missing += [f"{table}.{name}" for name in wanted if name.lower() not in has and name not in unreported]
         values = [self._column(has, name, default) for name, default in wanted.items()]
         return self._columns_of(f"SELECT {', '.join(values)} FROM {table}", len(values), np.int64)
 

@@ -9,6 +9,8 @@ MAX_SUGGESTIONS = 3
 MIN_FRAC = 0.1
 """Of the steps' wall time (or of the kernels' time): what is worth less is not worth a sentence."""
 SMALL_KERNEL_NS = 5_000
+MIN_NS = 1_000_000
+"""Of device time; a trace with less is too small for advice."""
 
 
 def suggestions(summary: TraceSummary) -> tuple[str, ...]:
@@ -51,13 +53,14 @@ def _about_idle(summary: TraceSummary) -> Iterator[tuple[float, str]]:
             yield (
                 -worth,
                 f"In {phase.name} the device idles {duration(idle.total_ns)} of {duration(phase.wall_ns)}, "
-                f"{percent(worth)} of the steps, mostly for cause of {idle.cause}: {cures[idle.cause]}.",
+                f"{percent(worth)} of the steps; cause: {cures[idle.cause]}.",
             )
 
 
 def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
     kernels = summary.kernels or ()
     small = [kernel for kernel in kernels if kernel.mean_ns < SMALL_KERNEL_NS]
+    kernels_ns = sum(kernel.total_ns for kernel in kernels)
     frac_small = sum(kernel.frac_of_kernels for kernel in small)
     num_small, num = sum(kernel.num_calls for kernel in small), sum(kernel.num_calls for kernel in kernels)
     if num > 1000 and num_small > 0.5 * num and frac_small > MIN_FRAC:
@@ -66,7 +69,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
             f"{num_small:,} of {num:,} launches take less than {duration(SMALL_KERNEL_NS)} each, together "
             f"{percent(frac_small)} of the kernel time: fuse them or replay them from a graph.",
         )
-    for kernel in kernels[:3]:
+    for kernel in kernels[:3] if kernels_ns >= MIN_NS else ():
         if kernel.waves is not None and kernel.waves < 0.75 and kernel.frac_of_kernels > MIN_FRAC:
             yield (
                 -kernel.frac_of_kernels,
@@ -75,7 +78,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
             )
     copies_ns = sum(ns for _, _, ns in (summary.copies or {}).values())
     busy_ns = sum(device.activity_busy_ns for device in summary.devices or ())
-    if busy_ns and copies_ns / busy_ns > 2 * MIN_FRAC:
+    if busy_ns >= MIN_NS and copies_ns / busy_ns > 2 * MIN_FRAC:
         kind, (num, num_bytes, ns) = max((summary.copies or {}).items(), key=lambda item: item[1][2])
         yield (
             -copies_ns / busy_ns,

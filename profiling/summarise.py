@@ -35,9 +35,7 @@ NUM_OPERATIONS = 10
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
-def summarise(
-    timeline: Timeline, *, prefix: str = PREFIX, facts: Mapping[str, object] | None = None
-) -> TraceSummary:
+def summarise(timeline: Timeline, *, prefix: str = PREFIX, facts: Mapping[str, object] | None = None) -> TraceSummary:
     """Everything that the trace tells.
 
     Args:

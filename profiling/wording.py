@@ -11,7 +11,11 @@ def duration(nanoseconds: float | None) -> str:
         return CANNOT_SAY
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if abs(nanoseconds) >= size:
-            return f"{nanoseconds / size:.3g} {unit}" if abs(nanoseconds) < 1000 * size else f"{nanoseconds / size:,.0f} {unit}"
+            return (
+                f"{nanoseconds / size:.3g} {unit}"
+                if abs(nanoseconds) < 1000 * size
+                else f"{nanoseconds / size:,.0f} {unit}"
+            )
     return f"{nanoseconds:.0f} ns"
 
 
