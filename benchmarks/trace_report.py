@@ -33,8 +33,10 @@ def write_export(path: Path, num_kernels: int) -> None:
             "CREATE TABLE StringIds(id INTEGER PRIMARY KEY, value TEXT);"
             "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL(start INT, end INT, deviceId INT, streamId INT, correlationId INT,"
             " globalPid INT, shortName INT, demangledName INT, registersPerThread INT, gridX INT, gridY INT,"
-            " gridZ INT, blockX INT, blockY INT, blockZ INT, staticSharedMemory INT, dynamicSharedMemory INT, graphNodeId INT);"
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME(start INT, end INT, globalTid INT, correlationId INT, nameId INT);"
+            " gridZ INT, blockX INT, blockY INT, blockZ INT, staticSharedMemory INT,"
+            " dynamicSharedMemory INT, graphNodeId INT);"
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME(start INT, end INT, globalTid INT, correlationId INT,"
+            " nameId INT);"
             "CREATE TABLE NVTX_EVENTS(start INT, end INT, eventType INT, text TEXT, globalTid INT, textId INT);"
         )
         names = [(1, "cudaLaunchKernel_v7000"), *((i + 2, f"_kernel{chr(97 + i % 26)}{i}_kernel") for i in range(200))]

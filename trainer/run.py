@@ -11,7 +11,9 @@ import torch
 from sparkgrpo.profiling.environment import describe, versions
 from sparkgrpo.profiling.memory import peak_bytes
 from sparkgrpo.profiling.phases import PhaseClock, clock_error
-from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
+from sparkgrpo.profiling.recorder import StepRecorder
+from sparkgrpo.profiling.watchdog import MemoryFloorReached
+from sparkgrpo.trainer.budget import KV_TERM, TRAINING_CURE, MemoryPlan, plan_evaluation, plan_training
 from sparkgrpo.trainer.checkpoint import (
     Progress,
     latest_checkpoint,
@@ -25,9 +27,10 @@ from sparkgrpo.trainer.dashboard import RunView
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.flash_attention import load_varlen
+from sparkgrpo.trainer.instruments import Instruments
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.machine import choose_device, choose_model, choose_precision, model_source
-from sparkgrpo.trainer.metrics import PHASES
+from sparkgrpo.trainer.metrics import PHASES, SPANS
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.model.lora import add_lora, is_adapter_folder, load_merged
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, stop_ids
@@ -66,15 +69,20 @@ class TrainResult:
     """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
     wall_s: float
     is_stopped: bool
-    """Asked to stop (Ctrl-C, SIGTERM) before the last step; the checkpoint is there to go on from."""
+    """Ended before the last step: asked to (Ctrl-C, SIGTERM), or memory ran out; a checkpoint is there to go on from."""
+    is_out_of_memory: bool
+    """Ended because memory fell below the floor."""
 
 
-def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
+def train(
+    config: Config, *, user_set: Mapping[str, object], view: RunView, recorder: StepRecorder | None = None
+) -> TrainResult:
     """Train as configured, or go on with the run that `config.resume` names.
 
     Args:
         user_set: What the person set, for run.json.
         view: Shows the run; it is closed by the caller.
+        recorder: Records some steps; the run ends with them, and saves nothing.
 
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
@@ -96,8 +104,11 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
         for fault in newer_but_damaged(Path(config.resume)):
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
-    with log, stop_flag() as is_asked_to_stop:
-        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
+    with log, Instruments(device, loop.updater.shape) as instruments, stop_flag() as is_asked_to_stop:
+        run = Run(
+            config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, instruments=instruments,
+            recorder=recorder,
+        )  # fmt: skip
         run.begin(model_name)
         run.train(is_asked_to_stop)
         assert progress.eval_before is not None
@@ -109,8 +120,10 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
             eval_after=progress.eval_after if progress.eval_step == progress.step else None,
             wall_s=time.monotonic() - start,
             is_stopped=is_stopped,
+            is_out_of_memory=run.is_out_of_memory,
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
+        facts |= run.measure_again()
         log.finish("stopped" if is_stopped else "finished", facts)
     return result
 
@@ -151,7 +164,7 @@ def build_loop(config: Config, loaded: LoadedModel, task: Task) -> GrpoLoop:
     policy = model if lora is None else lora.policy
     plan = plan_training(config, policy, num_valid=loaded.num_valid, longest_prompt=max(map(len, seen_at_start)))
     reference = None if config.beta == 0 else frozen_copy(model) if lora is None else lora.base
-    clock = PhaseClock(device, PHASES)
+    clock = PhaseClock(device, PHASES, SPANS)
     updater = Updater(
         policy,
         reference,
@@ -228,8 +241,12 @@ class Run:
     log: RunLog
     view: RunView
     progress: Progress
+    instruments: Instruments
+    recorder: StepRecorder | None = None
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
+    is_out_of_memory: bool = False
+    """Memory fell below the floor, and the run ended for it."""
 
     def begin(self, model_name: str) -> None:
         """Tell the run folder and the view what runs."""
@@ -239,7 +256,10 @@ class Run:
         facts: dict[str, object] = {"eval_sha256": hashlib.sha256(identities.encode()).hexdigest()}
         if self.progress.step == 0:
             facts["model"] = {"name": model_name, "num_params": num_params, "weights_sha256": weights_sha256(model)}
-        self.log.update(facts)
+        self.log.update(facts | self.instruments.facts_before())
+        clock, guard = self.loop.clock, self.instruments.guard
+        clock.observers = [guard, *([] if self.recorder is None else [self.recorder])]
+        self.loop.engine.between_steps = guard.between_steps
         self.view.start(
             {
                 "run_dir": str(self.log.folder),
@@ -263,14 +283,39 @@ class Run:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
-            while progress.step < config.steps and not is_asked_to_stop:
+            while progress.step < config.steps and not is_asked_to_stop and not self._is_recorded:
                 self._step()
-            if not is_asked_to_stop and progress.eval_step != progress.step:  # a stopped run that has no step left
+            if (
+                not (is_asked_to_stop or self._is_recorded) and progress.eval_step != progress.step
+            ):  # a stopped run that has no step left
                 self._evaluate()
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
-        if is_asked_to_stop and self.saved_step != progress.step:
+        except MemoryFloorReached as error:
+            self._end_for_memory(error)
+        if (is_asked_to_stop or self.is_out_of_memory) and self.saved_step != progress.step:
             self._save()
+
+    def measure_again(self) -> dict[str, object]:
+        """The machine's rates after the run, for run.json; where they changed, the view and the events tell."""
+        facts, notes = self.instruments.facts_after()
+        for note in notes:
+            self.view.note(note)
+            self.log.event("warning", {"step": self.progress.step, "text": note})
+        return facts
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self.recorder is not None and self.recorder.is_done
+
+    def _end_for_memory(self, error: MemoryFloorReached) -> None:
+        """Tell the run folder; what the last whole step left is saved by the caller."""
+        if self.progress.eval_before is None:
+            raise UserError(f"before step 1: {error}; {TRAINING_CURE}") from None
+        self.is_out_of_memory = True
+        text = f"{error}: the step in hand was dropped"
+        self.log.event("warning", {"step": self.progress.step, "text": text})
+        self.view.note(text)
 
     def _step(self) -> None:
         config, progress = self.config, self.progress
@@ -337,10 +382,12 @@ class Run:
             "tok_per_s": num_tokens / seconds["t_gen"],
             **seconds,
         }
+        measured, texts = self.instruments.step_metrics(line, seconds, flops=self.loop.updater.num_flops)
+        line |= measured
         self.log.metrics(line)
         self.view.step(line)
         error = clock_error(seconds)
-        for text in (*result.warnings, *([] if error is None else [error])):
+        for text in (*texts, *result.warnings, *([] if error is None else [error])):
             self.log.event("warning", {"step": self.progress.step, "text": text})
         for text in result.warnings:
             self.view.note(text)

@@ -36,7 +36,7 @@ class FakeLoop:
             eval_before=0.25,
             eval_after=0.5,
             wall_s=1.23456,
-            is_stopped=self.is_stopped,
+            is_stopped=self, is_out_of_memory=False.is_stopped,
         )
 
     def evaluate_command(self, config: Config) -> dict[str, object]:
