@@ -62,7 +62,7 @@ def run_pass(command: Sequence[str], output: Path, deadline_s: float) -> PassRes
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return PassResult(export=None, problem=f"no result after {deadline_s:.0f} s; ended (--deadline gives more time)")
+        return PassResult(export=None, problem=f"ended after {deadline_s:.0f} s without a result (--deadline)")
     except BaseException:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait()

@@ -24,6 +24,8 @@ class Section:
     lines: tuple[str, ...] = ()
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
+    num_left: int = 1
+    """Columns of text; the others are numbers and stand right."""
 
 
 def sections(summary: TraceSummary) -> list[Section]:
@@ -59,9 +61,9 @@ def _as_text(section: Section) -> str:
         grid = [section.header, *section.rows]
         widths = [max(len(row[i]) for row in grid) for i in range(len(section.header))]
         for row in grid:
-            cells = [row[0].ljust(widths[0])] + [
-                cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
-            ]
+            left = section.num_left
+            cells = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
+            cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
             lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -153,7 +155,7 @@ def _operations(summary: TraceSummary) -> Section:
             rows.append(
                 ("", plain(op.name, 60), count(op.num_calls), duration(op.self_ns), percent(op.self_ns / total))
             )
-    return Section(title="Costliest operations of the host by self time", header=header, rows=tuple(rows))
+    return Section(title="Costliest operations of the host by self time", header=header, rows=tuple(rows), num_left=2)
 
 
 def _rates(facts: Mapping[str, object]) -> Section:
@@ -263,7 +265,7 @@ def _kernels(summary: TraceSummary) -> Section:
         lines = (
             f"{len(rest)} more kernels take {percent(sum(kernel.frac_of_kernels for kernel in rest))} of the time.",
         )
-    return Section(title="Kernels", lines=lines, header=header, rows=rows)
+    return Section(title="Kernels", lines=lines, header=header, rows=rows, num_left=2)
 
 
 def _ranges(summary: TraceSummary) -> Section:

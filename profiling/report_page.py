@@ -24,6 +24,7 @@ th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bo
 th { color: var(--dim); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; position: sticky; left: 0;
   background: var(--paper); max-width: 26rem; overflow: hidden; text-overflow: ellipsis; }
+.text { text-align: left; }
 .unknown { color: var(--dim); font-style: italic; }
 @media (max-width: 40rem) { body { padding: .8rem; font-size: 14px; }
   th:first-child, td:first-child { max-width: 9.5rem; } th, td { padding: .3rem .5rem; } }
@@ -46,7 +47,10 @@ def _section(section: Section, *, is_first: bool) -> str:
     parts = [f"<h2>{html.escape(section.title)}</h2>", *(f"<p>{html.escape(line)}</p>" for line in section.lines)]
     if section.rows:
         head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in section.header)
-        rows = "\n".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in section.rows)
+        rows = "\n".join(
+            f"<tr>{''.join(_cell(cell, i < section.num_left) for i, cell in enumerate(row))}</tr>"
+            for row in section.rows
+        )
         parts.append(
             f'<div class="table" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         )
@@ -54,6 +58,6 @@ def _section(section: Section, *, is_first: bool) -> str:
     return f"{start}{''.join(parts)}</section>"
 
 
-def _cell(cell: str) -> str:
-    kind = ' class="unknown"' if cell == "cannot say" else ""
+def _cell(cell: str, is_text: bool) -> str:
+    kind = ' class="unknown"' if cell == "cannot say" else ' class="text"' if is_text else ""
     return f'<td{kind} title="{html.escape(cell)}">{html.escape(cell)}</td>'

@@ -30,6 +30,7 @@ from sparkgrpo.trainer.flash_attention import load_varlen
 from sparkgrpo.trainer.instruments import Instruments
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.machine import choose_device, choose_model, choose_precision, model_source
+from sparkgrpo.trainer.memory_budget import checked_budget
 from sparkgrpo.trainer.metrics import PHASES, SPANS
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.model.lora import add_lora, is_adapter_folder, load_merged
@@ -69,7 +70,7 @@ class TrainResult:
     """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
     wall_s: float
     is_stopped: bool
-    """Ended before the last step: asked to (Ctrl-C, SIGTERM), or memory ran out; a checkpoint is there to go on from."""
+    """Ended before the last step: asked to (Ctrl-C, SIGTERM), or memory ran out; a checkpoint is there."""
     is_out_of_memory: bool
     """Ended because memory fell below the floor."""
 
@@ -92,8 +93,9 @@ def train(
     model_name, _ = choose_model(config, device)
     checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
     # Under LoRA a checkpoint holds the adapters alone.
-    base = model_source(model_name)
-    loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
+    source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
+    view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
+    loaded = _load(config, device, source)
     loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
     environment = describe(device, Path(__file__))
     if checkpoint is None:

@@ -24,7 +24,7 @@ Make = Callable[..., Any]
         ({"task": "echo"}, "echo:0 is made of token ids .* expected a task with text"),
         ({"max_new_tokens": 500}, "countdown:.*: expected prompt and completion within the model's 512 positions"),
         ({"group_size": 65536, "max_new_tokens": 200}, "the run needs .* GiB can be used; largest: .* --group-size"),
-        ({"tokens_per_micro_batch": 1 << 40}, "the run needs .* largest: activations of a micro-batch"),
+        ({"tokens_per_micro_batch": 1 << 40}, "the run needs .* largest terms: activations of a micro-batch"),
         ({"eval_problems": 1000}, "eval_problems: 1000 held-out puzzles were asked for, but only"),
         ({"model": "no/such-folder"}, "no such folder"),
     ],

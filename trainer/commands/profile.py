@@ -100,7 +100,7 @@ def _recorded_config(program: list[str], num_steps: int) -> Config:
     config, _, notes = train_config(program)
     if config.resume:
         raise UserError(
-            "profile: expected a new run, got --resume; name the checkpoint: -- train --model RUN/checkpoints/..."
+            "profile: expected a new run, got --resume; name a checkpoint: -- train --model RUN/checkpoints/..."
         )
     print("\n".join(notes), file=sys.stderr)
     return replace(
@@ -230,9 +230,7 @@ def _plan(options: dict[str, object]) -> _Plan:
 def _parser() -> OptionParser:
     parser = new_parser("profile", SUMMARY, arguments="[OPTIONS] -- train")
     parser.add_argument("--steps", metavar="INT", help=f"Steps to record. Default: {STEPS}.")
-    parser.add_argument(
-        "--warm-up", metavar="INT", help=f"Steps before, which compile and capture. Default: {WARM_UP}."
-    )
+    parser.add_argument("--warm-up", metavar="INT", help=f"Steps before, unrecorded. Default: {WARM_UP}.")
     parser.add_argument("--tool", metavar="{auto,nsys,torch}", help="Recorder; auto: nsys on CUDA where it is found.")
     parser.add_argument("--deadline", metavar="SECONDS", help=f"Of a pass of nsys. Default: {DEADLINE_S:.0f}.")
     parser.add_argument("--inside-nsys", action="store_true", help=argparse.SUPPRESS)

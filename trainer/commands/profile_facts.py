@@ -1,4 +1,4 @@
-"""What a recorded run knows and its trace does not: model, tokens, rates and their shares, memory, state of the machine."""
+"""What a recorded run knows and its trace does not: model, tokens, rates and their shares, memory, the machine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +8,8 @@ from sparkgrpo.profiling.probe_verdict import compare_probes
 from sparkgrpo.profiling.roofline import limits_of
 from sparkgrpo.profiling.wording import percent
 from sparkgrpo.trainer.runlog import read_run
+
+STATE = (("sm_clock_mhz", "Clock", "MHz"), ("temp_c", "Temperature", "C"), ("power_w", "Power", "W"))
 
 Line = Mapping[str, object]
 
@@ -53,7 +55,7 @@ def _rates(lines: Sequence[Line], probe: Line, device: str) -> list[dict[str, st
             "GB/s",
             "frac_decode_roofline",
             limits and limits.read_gbps,
-            "bytes that must move",
+            "bytes to move",
         ),
         (
             "training",
@@ -61,7 +63,7 @@ def _rates(lines: Sequence[Line], probe: Line, device: str) -> list[dict[str, st
             "TFLOP/s",
             "frac_train_roofline",
             limits and limits.bf16_tflops,
-            "6 N and attention",
+            "6 N, attention",
         ),
     ):
         rate, of_probe = _median(lines, key), _median(lines, share)
@@ -95,8 +97,8 @@ def _state(run: Line, lines: Sequence[Line], plain_s: float | None, marked_s: fl
     before, after = run.get("probe_before"), run.get("probe_after")
     if isinstance(before, Mapping):
         texts.append(
-            f"Probe before: read {before.get('read_gbps', 0):.3g} GB/s, copy {before.get('copy_gbps', 0):.3g} GB/s, matrix "
-            f"product {before.get('product_tflops', 0):.3g} TFLOP/s."
+            f"Probe before: read {before.get('read_gbps', 0):.3g} GB/s, copy {before.get('copy_gbps', 0):.3g} GB/s, "
+            f"matrix product {before.get('product_tflops', 0):.3g} TFLOP/s."
         )
         if isinstance(after, Mapping):
             texts.append(f"Before and after: {compare_probes(before, after).text}.")
