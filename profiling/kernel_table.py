@@ -46,7 +46,7 @@ def kernel_summaries(
     by_phase = None
     if phase_N is not None:
         cell_N = name_N * (len(phases) + 1) + phase_N + 1  # the first column is for those without a phase
-        by_phase = _sums(cell_N, long_N, len(names) * (len(phases) + 1)).reshape(len(names), -1)
+        by_phase = _sums(cell_N, long_N, len(names) * (len(phases) + 1)).reshape(len(names), len(phases) + 1)
     shape_of = _typical_rows(name_N, timeline.shapes)
     titles = ("unattributed", *phases)
     rows = []

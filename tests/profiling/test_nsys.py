@@ -158,6 +158,19 @@ def test_what_is_missing_is_not_zero(new_export: Callable[..., Any]) -> None:
     assert {"CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"} <= set(summary.missing)
 
 
+def test_an_empty_table_is_no_fault(new_export: Callable[..., Any]) -> None:
+    """Converters write tables without rows; nsys itself does not."""
+    export = new_export()
+    export.range(0, 100 * US, "grpo.t_gen")
+    export.launch(20 * US, 30 * US)
+    for table in ("CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"):
+        export.connection.execute(f"DELETE FROM {table}")
+        export.connection.commit()
+        summary = summary_of(export.path)
+        assert summary.num_kernels == 0 and summary.kernels == ()
+    assert summary.phases is None and summary.unattributed.num_kernels == 0
+
+
 def test_older_key_of_the_graph_mode_and_a_schema_to_come(new_export: Callable[..., Any]) -> None:
     export = new_export()
     export.facts(mode="Graph", key="PROCESS_0:CUDA_GRAPH_TRACE_OPTIONS:MODE", schema="9.99.0")

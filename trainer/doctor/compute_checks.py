@@ -19,7 +19,6 @@ from sparkgrpo.trainer.doctor.finding import Finding, Machine
 SPARK = (12, 1)
 MIN_TRITON = (3, 6)
 COMPILE_DEADLINE_S = 300
-PTXAS_VARIABLE = "TRITON_PTXAS_PATH"
 
 
 def check_python(machine: Machine) -> Finding:
@@ -74,7 +73,7 @@ def check_triton(machine: Machine) -> Finding:
     major, minor = machine.capability or SPARK
     code, output = _compile_report(f"{major}{minor}", "rms_norm bfloat16 D 64 forward")
     ignored = " TRITON_PTXAS_PATH is set and has no effect for this GPU: the override is TRITON_PTXAS_BLACKWELL_PATH."
-    warning = ignored if PTXAS_VARIABLE in os.environ and (major, minor) >= (10, 0) else ""
+    warning = ignored if "TRITON_PTXAS_PATH" in os.environ and (major, minor) >= (10, 0) else ""
     if code != 0:
         cure = f"reinstall triton; the compiler's words: {output[-300:]}"
         return Finding(

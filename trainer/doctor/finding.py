@@ -65,6 +65,4 @@ def run_check(name: str, check: Check, machine: Machine) -> Finding:
     except Exception as error:  # the checks try whatever may be broken
         text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         cure = "report it with the output of sparkgrpo doctor --json, unless the words say what to do"
-        return Finding(
-            name=name, verdict="problem", found=f"the check raised {type(error).__name__}: {text}", cure=cure
-        )
+        return Finding(name=name, verdict="problem", found=f"it raised {type(error).__name__}: {text}", cure=cure)
