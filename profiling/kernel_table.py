@@ -5,6 +5,7 @@ N: kernel rows.
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def _typical_rows(name_N: np.ndarray, shapes: KernelShapes | None) -> dict[int, 
     return {name: row for name, (_, row) in best.items()}
 
 
-def _shape(shapes: KernelShapes | None, row: int | None, device: Device | None) -> dict[str, int | float | None]:
+def _shape(shapes: KernelShapes | None, row: int | None, device: Device | None) -> dict[str, Any]:
     if shapes is None or row is None:
         return {"registers": None, "shared_bytes": None, "waves": None}
     columns = (shapes.registers_N, shapes.shared_bytes_N, shapes.blocks_N, shapes.threads_N)

@@ -10,6 +10,7 @@ import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from sparkgrpo.profiling.chrome_trace import GZIP_MAGIC
 from sparkgrpo.profiling.timeline import TraceError
@@ -145,7 +146,7 @@ def _clean_texts(connection: sqlite3.Connection, table: str, column: str) -> Non
     connection.execute(f"UPDATE {table} SET {column} = without_paths({column}) WHERE {column} IS NOT NULL")
 
 
-def _without_paths(text: object) -> object:
+def _without_paths(text: Any) -> Any:  # noqa: ANN401  whatever a column holds
     return PRIVATE_TEXT.sub("<path>", text) if isinstance(text, str) else text
 
 

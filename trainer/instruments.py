@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from sparkgrpo.profiling.device_state import DeviceMeter
+from sparkgrpo.profiling.device_state import DeviceMeter, DeviceState
 from sparkgrpo.profiling.environment import device_name
 from sparkgrpo.profiling.memory import memory_limits
 from sparkgrpo.profiling.probe import Probe
@@ -110,11 +110,7 @@ class Instruments:
                 f"{self.limits.floor_bytes / 2**30:.2f} GiB; caches were emptied"
             )
         is_cuda = self.device.type == "cuda"
-        state = (
-            self.device_meter.metrics()
-            if self.device_meter is not None
-            else dict.fromkeys(("sm_clock_mhz", "temp_c", "power_w"))
-        )
+        state = asdict(DeviceState() if self.device_meter is None else self.device_meter.state())
         memory = {
             "mem_reserved_bytes": torch.cuda.memory_reserved(self.device) if is_cuda else None,
             "mem_available_min_bytes": self.guard.lowest_bytes,

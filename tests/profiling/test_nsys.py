@@ -9,13 +9,12 @@ import pytest
 
 from sparkgrpo.profiling.nsys import read_nsys
 from sparkgrpo.profiling.summarise import summarise
-from sparkgrpo.profiling.summary import TraceSummary
 from sparkgrpo.profiling.timeline import TraceError
 
 US = 1_000
 
 
-def summary_of(path: Path) -> TraceSummary:
+def summary_of(path: Path) -> Any:
     return summarise(read_nsys(path))
 
 

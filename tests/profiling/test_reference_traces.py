@@ -90,7 +90,7 @@ def test_graph_mode(case: tuple[dict[str, Any], Any]) -> None:
 def test_phases_are_looked_for_in_the_whole_process() -> None:
     """Of 2,810 kernels of the backward pass the launching thread alone would find 30."""
     expected = json.loads((FOLDER / "expected.json").read_text())["hta_resnet_ns.json.gz"]["phases_by_process"]
-    summary = summarise(read_trace(FOLDER / "hta_resnet_ns.json.gz")[0], prefix="## ")
+    summary: Any = summarise(read_trace(FOLDER / "hta_resnet_ns.json.gz")[0], prefix="## ")
     found = {p.name: {"num_kernels": p.num_kernels, "kernel_sum_ns": p.kernel_sum_ns} for p in summary.phases}
     assert found == {name: values for name, values in expected.items() if name != "outside"}
     assert summary.unattributed.num_kernels == 0

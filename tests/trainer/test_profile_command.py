@@ -116,4 +116,4 @@ def test_both_passes_of_nsys_become_one_report(
     assert "Recording nodes made a step 3.00 times as long" in out and "4 nodes each" in out
     assert "opaque" not in out and "kernels are those of 1 step recorded in node mode" in out
     names = {path.name for path in (folder / "profile").iterdir()}
-    assert {"graph.sqlite", "node.sqlite", "facts.json", "report.html", "node_run"} == names
+    assert {"graph.sqlite", "node.sqlite", "facts.json", "report.html"} == names
