@@ -46,7 +46,11 @@ def html_page(title: str, sections: Sequence[Section]) -> str:
 def _section(section: Section, *, is_first: bool) -> str:
     parts = [f"<h2>{html.escape(section.title)}</h2>", *(f"<p>{html.escape(line)}</p>" for line in section.lines)]
     if section.rows:
-        head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in section.header)
+        left = ' class="text"'
+        head = "".join(
+            f'<th scope="col"{left if i < section.num_left else ""}>{html.escape(cell)}</th>'
+            for i, cell in enumerate(section.header)
+        )
         rows = "\n".join(
             f"<tr>{''.join(_cell(cell, i < section.num_left) for i, cell in enumerate(row))}</tr>"
             for row in section.rows

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from sparkgrpo.profiling.summary import PhaseSummary, TraceSummary
-from sparkgrpo.profiling.wording import duration, percent
+from sparkgrpo.profiling.wording import duration, percent, plain
 
 MAX_SUGGESTIONS = 3
 MIN_FRAC = 0.1
@@ -52,7 +52,7 @@ def _about_idle(summary: TraceSummary) -> Iterator[tuple[float, str]]:
         if worth > MIN_FRAC:
             yield (
                 -worth,
-                f"In {phase.name} the device idles {duration(idle.total_ns)} of {duration(phase.wall_ns)}, "
+                f"In {plain(phase.name, 40)} the device idles {duration(idle.total_ns)} of {duration(phase.wall_ns)}, "
                 f"{percent(worth)} of the steps; cause: {cures[idle.cause]}.",
             )
 
@@ -73,7 +73,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
         if kernel.waves is not None and kernel.waves < 0.75 and kernel.frac_of_kernels > MIN_FRAC:
             yield (
                 -kernel.frac_of_kernels,
-                f"{kernel.name[:60]} is {percent(kernel.frac_of_kernels)} of the kernel time and fills "
+                f"{plain(kernel.name, 60)} is {percent(kernel.frac_of_kernels)} of the kernel time and fills "
                 f"{percent(kernel.waves)} of the device a launch: smaller tiles, or a split along another axis.",
             )
     copies_ns = sum(ns for _, _, ns in (summary.copies or {}).values())
@@ -83,7 +83,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
         yield (
             -copies_ns / busy_ns,
             f"Copies take {duration(copies_ns)}, {percent(copies_ns / busy_ns)} of what the devices did; most of it "
-            f"{kind}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep the data where it is used.",
+            f"{plain(kind, 40)}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep the data where it is used.",
         )
 
 
@@ -99,9 +99,9 @@ def _about_host(summary: TraceSummary) -> Iterator[tuple[float, str]]:
 
 def _costs_of(phase: PhaseSummary, worth: float) -> str:
     assert phase.operations is not None and phase.operations_ns is not None
-    parts = [f"{op.name[:40]} {percent(op.self_ns / phase.wall_ns)}" for op in phase.operations[:3]]
+    parts = [f"{plain(op.name, 60)} {percent(op.self_ns / phase.wall_ns)}" for op in phase.operations[:3]]
     python = max(0.0, 1 - phase.operations_ns / phase.wall_ns)
     return (
-        f"{phase.name} is {percent(worth)} of the steps: {', '.join(parts)}; {percent(python)} outside of torch's "
+        f"{plain(phase.name, 40)} is {percent(worth)} of the steps: {', '.join(parts)}; {percent(python)} outside of torch's "
         "operations (Python, recording)."
     )

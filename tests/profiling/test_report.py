@@ -77,6 +77,24 @@ def test_hostile_names_stay_text(new_export: Callable[..., Any], capsys: pytest.
     assert not {name for name in page.attributes if name.startswith("on") or name in ("src", "href")}
 
 
+def test_hostile_names_in_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are what a report says first, and name the costliest operations."""
+    names = {"user_annotation": ("grpo.step", f"grpo.{HOSTILE}"), "cpu_op": (HOSTILE,)}
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 0, "dur": 10_000, "pid": 1, "tid": 1}
+        for cat, each in names.items()
+        for name in each
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "is 100.0 % of the steps: </td>" in text and "\x1b" not in text and "\u202e" not in text
+    assert main([str(path), "--html"]) == 0
+    text = capsys.readouterr().out
+    assert "script" not in Page(text).tags and "\u202e" not in text and "\x1b" not in text
+
+
 def test_page_has_no_network_and_both_colour_schemes(
     stepped: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
