@@ -83,7 +83,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
         yield (
             -copies_ns / busy_ns,
             f"Copies take {duration(copies_ns)}, {percent(copies_ns / busy_ns)} of what the devices did; most of it "
-            f"{plain(kind, 40)}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep the data where it is used.",
+            f"{plain(kind, 40)}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep data where it is used.",
         )
 
 
@@ -102,6 +102,6 @@ def _costs_of(phase: PhaseSummary, worth: float) -> str:
     parts = [f"{plain(op.name, 60)} {percent(op.self_ns / phase.wall_ns)}" for op in phase.operations[:3]]
     python = max(0.0, 1 - phase.operations_ns / phase.wall_ns)
     return (
-        f"{plain(phase.name, 40)} is {percent(worth)} of the steps: {', '.join(parts)}; {percent(python)} outside of torch's "
-        "operations (Python, recording)."
+        f"{plain(phase.name, 40)} is {percent(worth)} of the steps: {', '.join(parts)}; {percent(python)} outside of "
+        "torch's operations (Python, recording)."
     )
