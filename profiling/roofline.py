@@ -118,9 +118,16 @@ def forward_flops(shape: ModelShape, *, num_tokens: int, num_head_rows: int, num
     return products + head + attention
 
 
-def train_flops(shape: ModelShape, *, num_tokens: int, num_head_rows: int, num_pairs: int) -> int:
-    """Flops of a forward and a backward pass: three times the forward's."""
-    return 3 * forward_flops(shape, num_tokens=num_tokens, num_head_rows=num_head_rows, num_pairs=num_pairs)
+def train_flops(
+    shape: ModelShape, *, num_tokens: int, num_head_rows: int, num_pairs: int, is_frozen: bool = False
+) -> int:
+    """Flops of a forward and a backward pass: three times the forward's; twice where the weights get no gradient.
+
+    Args:
+        is_frozen: Only adapters are trained; theirs are not counted.
+    """
+    passes = 2 if is_frozen else 3
+    return passes * forward_flops(shape, num_tokens=num_tokens, num_head_rows=num_head_rows, num_pairs=num_pairs)
 
 
 def tree_pairs(prompt_lens: list[int], completions_of_prompt: list[list[int]]) -> int:

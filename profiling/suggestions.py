@@ -83,7 +83,7 @@ def _about_kernels(summary: TraceSummary) -> Iterator[tuple[float, str]]:
         yield (
             -copies_ns / busy_ns,
             f"Copies take {duration(copies_ns)}, {percent(copies_ns / busy_ns)} of what the devices did; most of it "
-            f"{plain(kind, 40)}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep data where it is used.",
+            f"{plain(kind, 40)}: {num:,} copies, {num_bytes / 1e9:.2f} GB in {duration(ns)}. Keep it where it is used.",
         )
 
 

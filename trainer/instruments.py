@@ -3,18 +3,21 @@
 They watch; what follows from them (an event, an end that can be resumed) is the run's to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
 
 from sparkgrpo.profiling.device_state import DeviceMeter, DeviceState
 from sparkgrpo.profiling.environment import device_name
-from sparkgrpo.profiling.memory import memory_limits
+from sparkgrpo.profiling.memory import memory_limits, peak_bytes
+from sparkgrpo.profiling.phases import PhaseClock, clock_error
 from sparkgrpo.profiling.probe import Probe
+from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.profiling.roofline import ModelShape
 from sparkgrpo.profiling.watchdog import MemoryWatchdog
 from sparkgrpo.trainer.rates import RateMeter, probe_notes, take_probe
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
 
 
 class MemoryGuard:
@@ -68,10 +71,11 @@ class Instruments:
 
     Args:
         shape: Of the model that is trained.
+        recorder: Records some steps, with which the run ends.
     """
 
-    def __init__(self, device: torch.device, shape: ModelShape) -> None:
-        self.device, self.shape = device, shape
+    def __init__(self, device: torch.device, shape: ModelShape, recorder: StepRecorder | None = None) -> None:
+        self.device, self.shape, self.recorder = device, shape, recorder
         self.name = device_name(device)
         self.limits = memory_limits(device)
         self.watchdog = MemoryWatchdog(self.limits)
@@ -89,30 +93,51 @@ class Instruments:
     def __exit__(self, *problem: object) -> None:
         self.watchdog.__exit__()
 
+    def attach(self, clock: PhaseClock, engine: RolloutEngine) -> None:
+        """Let the meters look at every boundary of a phase and between decode steps."""
+        clock.observers = [self.guard, *([] if self.recorder is None else [self.recorder])]
+        engine.between_steps = self.guard.between_steps
+
+    @property
+    def is_recorded(self) -> bool:
+        """The steps that were to be recorded are."""
+        return self.recorder is not None and self.recorder.is_done
+
     def facts_before(self) -> dict[str, object]:
         """For run.json when the run begins."""
         return {"probe_before": asdict(self.probe)}
 
-    def facts_after(self) -> tuple[dict[str, object], list[str]]:
-        """For run.json when it ends, and what a person should know of the machine's speed."""
+    def facts_after(self, warn: Callable[[str], None]) -> dict[str, object]:
+        """For run.json when the run ends; `warn` gets what a person should know of the machine's speed."""
         after = take_probe(self.device)
-        return {"probe_after": asdict(after)}, probe_notes(self.name, self.probe, after)
+        for note in probe_notes(self.name, self.probe, after):
+            warn(note)
+        return {"probe_after": asdict(after)}
 
     def step_metrics(
-        self, line: Mapping[str, object], seconds: Mapping[str, float], *, flops: int
+        self, known: Mapping[str, object], seconds: Mapping[str, float], *, flops: int
     ) -> tuple[dict[str, object], list[str]]:
-        """What the meters add to a step's line, and sentences for the run's events."""
-        rates, texts = self.rates.metrics(line, seconds, flops=flops, step_bytes=self.shape.weight_bytes)
+        """What the meters add to a step's line, and sentences for the run's events.
+
+        Args:
+            known: What the step measured itself. seconds: Its phases. flops: Of t_train.
+        """
+        rates, texts = self.rates.metrics(known, seconds, flops=flops, step_bytes=self.shape.weight_bytes)
+        num_tokens = known["num_tokens"]
+        assert isinstance(num_tokens, int)
         if self.guard.num_warnings > self._num_told:
             self._num_told = self.guard.num_warnings
             texts.append(
                 f"memory is short: {(self.guard.lowest_bytes or 0) / 2**30:.2f} GiB were left, the run ends below "
                 f"{self.limits.floor_bytes / 2**30:.2f} GiB; caches were emptied"
             )
+        error = clock_error(seconds)
         is_cuda = self.device.type == "cuda"
-        state = asdict(DeviceState() if self.device_meter is None else self.device_meter.state())
-        memory = {
+        measured = {
+            "tok_per_s": num_tokens / seconds["t_gen"],
+            "mem_peak_bytes": peak_bytes(self.device),
             "mem_reserved_bytes": torch.cuda.memory_reserved(self.device) if is_cuda else None,
             "mem_available_min_bytes": self.guard.lowest_bytes,
         }
-        return {**rates, **memory, **state}, texts
+        state = asdict(DeviceState() if self.device_meter is None else self.device_meter.state())
+        return {**measured, **rates, **state}, texts + ([] if error is None else [error])

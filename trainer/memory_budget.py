@@ -105,11 +105,10 @@ def training_terms(config: Config, shape: DecoderConfig, dtype: torch.dtype, dev
 
 def _adapter_params(config: Config, shape: DecoderConfig) -> tuple[int, int]:
     """Weights of the adapters, and of the projections they are merged into for decoding."""
-    D, ffn, E = shape.width, shape.ffn_width, shape.head_width
-    sizes = {
-        "q_proj": (D, shape.num_heads * E), "k_proj": (D, shape.num_kv_heads * E), "v_proj": (D, shape.num_kv_heads * E),
-        "o_proj": (shape.num_heads * E, D), "gate_proj": (D, ffn), "up_proj": (D, ffn), "down_proj": (ffn, D),
-    }  # fmt: skip
+    D, ffn = shape.width, shape.ffn_width
+    q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    sizes = {"q_proj": (D, q), "k_proj": (D, kv), "v_proj": (D, kv), "o_proj": (q, D)}
+    sizes |= {"gate_proj": (D, ffn), "up_proj": (D, ffn), "down_proj": (ffn, D)}
     chosen = [sizes[name] for name in lora_targets(config.lora_targets)]
     adapters = config.lora_rank * sum(wide + out for wide, out in chosen)
     return shape.num_layers * adapters, shape.num_layers * sum(wide * out for wide, out in chosen)

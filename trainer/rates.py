@@ -42,14 +42,18 @@ def model_shape(model: Decoder, num_valid: int) -> ModelShape:
     )
 
 
-def micro_batch_flops(shape: ModelShape, micros: Sequence[MicroBatch]) -> int:
-    """Flops of one forward and backward over these micro-batches: what ran, prompts once, dead rows not."""
+def micro_batch_flops(shape: ModelShape, micros: Sequence[MicroBatch], *, is_frozen: bool = False) -> int:
+    """Flops of one forward and backward over these micro-batches: what ran, prompts once, dead rows not.
+
+    is_frozen: Only adapters are trained.
+    """
     return sum(
         train_flops(
             shape,
             num_tokens=micro.layout.num_tokens,
             num_head_rows=len(micro.target_R),
             num_pairs=_pairs(micro.layout),
+            is_frozen=is_frozen,
         )
         for micro in micros
     )

@@ -2,15 +2,14 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from sparkgrpo.profiling.environment import describe, versions
-from sparkgrpo.profiling.memory import peak_bytes
-from sparkgrpo.profiling.phases import PhaseClock, clock_error
+from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.profiling.watchdog import MemoryFloorReached
 from sparkgrpo.trainer.budget import KV_TERM, TRAINING_CURE, MemoryPlan, plan_evaluation, plan_training
@@ -106,11 +105,10 @@ def train(
         for fault in newer_but_damaged(Path(config.resume)):
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
-    with log, Instruments(device, loop.updater.shape) as instruments, stop_flag() as is_asked_to_stop:
+    with log, Instruments(device, loop.updater.shape, recorder) as instruments, stop_flag() as is_asked_to_stop:
         run = Run(
-            config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, instruments=instruments,
-            recorder=recorder,
-        )  # fmt: skip
+            config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, instruments=instruments
+        )
         run.begin(model_name)
         run.train(is_asked_to_stop)
         assert progress.eval_before is not None
@@ -125,7 +123,7 @@ def train(
             is_out_of_memory=run.is_out_of_memory,
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
-        facts |= run.measure_again()
+        facts |= instruments.facts_after(run.warn)
         log.finish("stopped" if is_stopped else "finished", facts)
     return result
 
@@ -138,7 +136,7 @@ def evaluate_command(config: Config) -> dict[str, object]:
     loaded = _load(config, device, model_source(model_name))
     task, dialogue = make_task(config.task, task_options(config)), Dialogue(loaded.tokenizer)
     problems = heldout_problems(task, config)
-    longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
+    longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
     plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
     engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
     row = evaluate(engine, dialogue, task, problems, config).row(0)
@@ -229,10 +227,6 @@ def _load(config: Config, device: torch.device, source: str) -> LoadedModel:
     return load_model(source, dtype=dtype, device=device)
 
 
-def _longest_prompt(config: Config, loaded: LoadedModel, dialogue: Dialogue, problems: Sequence[Problem]) -> int:
-    return max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
-
-
 @dataclass(kw_only=True, slots=True)
 class Run:
     """A run that lives: its parts, and how far it is."""
@@ -244,7 +238,6 @@ class Run:
     view: RunView
     progress: Progress
     instruments: Instruments
-    recorder: StepRecorder | None = None
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
     is_out_of_memory: bool = False
@@ -259,9 +252,7 @@ class Run:
         if self.progress.step == 0:
             facts["model"] = {"name": model_name, "num_params": num_params, "weights_sha256": weights_sha256(model)}
         self.log.update(facts | self.instruments.facts_before())
-        clock, guard = self.loop.clock, self.instruments.guard
-        clock.observers = [guard, *([] if self.recorder is None else [self.recorder])]
-        self.loop.engine.between_steps = guard.between_steps
+        self.instruments.attach(self.loop.clock, self.loop.engine)
         self.view.start(
             {
                 "run_dir": str(self.log.folder),
@@ -285,39 +276,21 @@ class Run:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
-            while progress.step < config.steps and not is_asked_to_stop and not self._is_recorded:
+            while progress.step < config.steps and not is_asked_to_stop and not self.instruments.is_recorded:
                 self._step()
             if (
-                not (is_asked_to_stop or self._is_recorded) and progress.eval_step != progress.step
+                not (is_asked_to_stop or self.instruments.is_recorded) and progress.eval_step != progress.step
             ):  # a stopped run that has no step left
                 self._evaluate()
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
         except MemoryFloorReached as error:
-            self._end_for_memory(error)
+            if progress.eval_before is None:
+                raise UserError(f"before step 1: {error}; {TRAINING_CURE}") from None
+            self.is_out_of_memory = True
+            self.warn(f"{error}: the step in hand was dropped")
         if (is_asked_to_stop or self.is_out_of_memory) and self.saved_step != progress.step:
             self._save()
-
-    def measure_again(self) -> dict[str, object]:
-        """The machine's rates after the run, for run.json; where they changed, the view and the events tell."""
-        facts, notes = self.instruments.facts_after()
-        for note in notes:
-            self.view.note(note)
-            self.log.event("warning", {"step": self.progress.step, "text": note})
-        return facts
-
-    @property
-    def _is_recorded(self) -> bool:
-        return self.recorder is not None and self.recorder.is_done
-
-    def _end_for_memory(self, error: MemoryFloorReached) -> None:
-        """Tell the run folder; what the last whole step left is saved by the caller."""
-        if self.progress.eval_before is None:
-            raise UserError(f"before step 1: {error}; {TRAINING_CURE}") from None
-        self.is_out_of_memory = True
-        text = f"{error}: the step in hand was dropped"
-        self.log.event("warning", {"step": self.progress.step, "text": text})
-        self.view.note(text)
 
     def _step(self) -> None:
         config, progress = self.config, self.progress
@@ -374,25 +347,20 @@ class Run:
         """Write the step's line. The clock goes on at once, so the writing is the next step's `t_other`."""
         seconds = self.loop.clock.end_step()
         self.loop.clock.start_step()
-        num_tokens = result.metrics["num_tokens"]
-        assert isinstance(num_tokens, int)
-        line = {
-            **result.metrics,
-            "t_unix_s": time.time(),
-            "num_tokens_total": self.progress.num_tokens_total,
-            "mem_peak_bytes": peak_bytes(self.loaded.model.device),
-            "tok_per_s": num_tokens / seconds["t_gen"],
-            **seconds,
-        }
-        measured, texts = self.instruments.step_metrics(line, seconds, flops=self.loop.updater.num_flops)
-        line |= measured
+        measured, texts = self.instruments.step_metrics(result.metrics, seconds, flops=self.loop.updater.num_flops)
+        so_far = {"t_unix_s": time.time(), "num_tokens_total": self.progress.num_tokens_total}
+        line = {**result.metrics, **so_far, **seconds, **measured}
         self.log.metrics(line)
         self.view.step(line)
-        error = clock_error(seconds)
-        for text in (*texts, *result.warnings, *([] if error is None else [error])):
+        for text in texts:
             self.log.event("warning", {"step": self.progress.step, "text": text})
         for text in result.warnings:
-            self.view.note(text)
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the events and the view."""
+        self.log.event("warning", {"step": self.progress.step, "text": text})
+        self.view.note(text)
 
     def _save(self) -> None:
         updater, progress = self.loop.updater, self.progress

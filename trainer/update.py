@@ -77,7 +77,9 @@ class Updater:
         """
         config, clock = self.config, self.clock
         minis = [self._mini_batch(batch, takes_part_S, index) for index in range(config.mini_batches)]
-        self.num_flops = config.inner_epochs * sum(micro_batch_flops(self.shape, mini) for mini in minis)
+        self.num_flops = config.inner_epochs * sum(
+            micro_batch_flops(self.shape, mini, is_frozen=config.lora_rank > 0) for mini in minis
+        )
         refs = self._score_all("t_ref", self.reference, minis)
         olds = self._score_all("t_old", self.model if self._needs_old() else None, minis)
         tokens, steps = TokenStats(), []
