@@ -111,3 +111,19 @@ def test_shape_without_weights(tiny_folder: Path, tmp_path: Path) -> None:
     assert decoder_shape(str(folder)) == decoder_shape(str(tiny_folder))
     with pytest.raises(UserError):
         decoder_shape(str(tmp_path / "nothing"))
+
+
+def test_adapters_train_little_and_copy_what_they_are_merged_into(make_decoder: Callable[..., Decoder]) -> None:
+    """Rank 4 on q and down: moments and gradients of the adapters alone, no reference, two projections a layer twice."""
+    model = make_decoder()
+    shape = model.config
+    found = bytes_of(model, replace(CONFIG, lora_rank=4, lora_targets="q_proj,down_proj"))
+    adapters = shape.num_layers * 4 * ((32 + 32) + (48 + 32))
+    assert found["optimiser moments"] == 8 * adapters and found["gradients"] == 4 * adapters
+    assert found["merged copies"] == 4 * shape.num_layers * (32 * 32 + 48 * 32) and "reference" not in found
+
+
+def test_activation_checkpointing_is_counted(make_decoder: Callable[..., Decoder]) -> None:
+    model = make_decoder(num_layers=4)
+    found = [bytes_of(model, replace(CONFIG, activation_checkpointing=on)) for on in (False, True)]
+    assert found[1]["activations of a micro-batch"] < found[0]["activations of a micro-batch"]
