@@ -80,7 +80,7 @@ class Instruments:
         self.limits = memory_limits(device)
         self.watchdog = MemoryWatchdog(self.limits)
         self.guard = MemoryGuard(device, self.watchdog)
-        self.probe: Probe = take_probe(device)
+        self.probe = _probe(device)
         self.rates = RateMeter(self.name, self.probe)
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         self.device_meter = DeviceMeter(uuid=uuid) if device.type == "cuda" else None
@@ -105,14 +105,14 @@ class Instruments:
 
     def facts_before(self) -> dict[str, object]:
         """For run.json when the run begins."""
-        return {"probe_before": asdict(self.probe)}
+        return {"probe_before": None if self.probe is None else asdict(self.probe)}
 
     def facts_after(self, warn: Callable[[str], None]) -> dict[str, object]:
         """For run.json when the run ends; `warn` gets what a person should know of the machine's speed."""
-        after = take_probe(self.device)
+        after = None if self.watchdog.is_at_floor else _probe(self.device)
         for note in probe_notes(self.name, self.probe, after):
             warn(note)
-        return {"probe_after": asdict(after)}
+        return {"probe_after": None if after is None else asdict(after)}
 
     def step_metrics(
         self, known: Mapping[str, object], seconds: Mapping[str, float], *, flops: int
@@ -141,3 +141,14 @@ class Instruments:
         }
         state = asdict(DeviceState() if self.device_meter is None else self.device_meter.state())
         return {**measured, **rates, **state}, texts + ([] if error is None else [error])
+
+
+def _probe(device: torch.device) -> Probe | None:
+    """Today's rates; None where their buffers do not fit beside the model: no run fails for want of a probe."""
+    try:
+        return take_probe(device)
+    except (MemoryError, torch.OutOfMemoryError):
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the buffers of the probe are nothing that the run uses again

@@ -111,10 +111,10 @@ def take_probe(device: torch.device) -> Probe:
     return probe_device(device, product=lambda a, b: linear(a, b.t()))
 
 
-def probe_notes(device_name: str, before: Probe, after: Probe | None) -> list[str]:
+def probe_notes(device_name: str, before: Probe | None, after: Probe | None) -> list[str]:
     """What a person should know: a slow machine, or one that changed its speed during the run."""
     notes = [text for probe in (before, after) if probe is not None and (text := slow_state(device_name, probe))]
-    if after is not None:
+    if before is not None and after is not None:
         verdict = compare_probes(asdict(before), asdict(after))
         notes += [] if verdict.is_comparable else [f"before and after the run: {verdict.text}"]
     return notes[:2]

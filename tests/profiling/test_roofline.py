@@ -28,6 +28,8 @@ def test_flops_token_by_token() -> None:
     forward = 6 * 2 * SHAPE.layer_params + 3 * 2 * 33 * 32 + attention
     assert roofline.forward_flops(SHAPE, num_tokens=6, num_head_rows=3, num_pairs=pairs) == forward
     assert roofline.train_flops(SHAPE, num_tokens=6, num_head_rows=3, num_pairs=pairs) == 3 * forward
+    frozen = roofline.train_flops(SHAPE, num_tokens=6, num_head_rows=3, num_pairs=pairs, is_frozen=True)
+    assert frozen == 2 * forward  # adapters: no gradient of the weights themselves
 
 
 def test_bytes_of_decoding() -> None:

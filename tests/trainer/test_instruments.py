@@ -121,6 +121,19 @@ def test_a_run_without_memory_saves_the_last_whole_step(
     assert stopped.hash_of(4) == whole.hash_of(4)
 
 
+def test_a_machine_too_full_for_the_probe_trains_all_the_same(
+    configured: Callable[..., Config], tmp_path: Path, record: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(device: torch.device) -> Probe:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(instruments, "take_probe", full)
+    found = record(tmp_path / "full").train(configured(tmp_path / "full", steps=1, eval_every=0))
+    facts = read_run(found.folder)
+    assert facts["status"] == "finished" and facts["probe_before"] is None and facts["probe_after"] is None
+    assert found.rows("metrics")[0]["frac_train_roofline"] is None
+
+
 def test_low_memory_is_an_event_and_a_metric(
     configured: Callable[..., Config], tmp_path: Path, record: Callable[..., Any], meter: dict[str, int]
 ) -> None:

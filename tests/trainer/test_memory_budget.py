@@ -114,7 +114,7 @@ def test_shape_without_weights(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_train_little_and_copy_what_they_are_merged_into(make_decoder: Callable[..., Decoder]) -> None:
-    """Rank 4 on q and down: moments and gradients of the adapters alone, no reference, two projections a layer twice."""
+    """Rank 4 on q and down: moments and gradients of the adapters alone, no reference, two projections twice."""
     model = make_decoder()
     shape = model.config
     found = bytes_of(model, replace(CONFIG, lora_rank=4, lora_targets="q_proj,down_proj"))

@@ -173,9 +173,7 @@ def check_flash_attention(machine: Machine) -> Finding:
     """Optional: one call where it is installed."""
     name = "flash-attn"
     if importlib.util.find_spec("flash_attn") is None:
-        return Finding(
-            name=name, verdict="ok", found="not installed, not needed: attention runs on torch's own kernels"
-        )
+        return Finding(name=name, verdict="ok", found="not installed, not needed: only --attention flash uses it")
     version = importlib.metadata.version("flash-attn")
     if not machine.has_cuda:
         return Finding(
