@@ -93,7 +93,9 @@ def _fraction(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sparkgrpo.profiling", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+        prog="python -m sparkgrpo.profiling",
+        description="Report where the time of a recorded run went.",
+        allow_abbrev=False,
     )
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="SQLite export of nsys, or Chrome trace (.json, .gz)")
     form = parser.add_mutually_exclusive_group()
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-over",
         type=_fraction,
         default=0.05,
-        metavar="5%%",
+        metavar="SHARE",
         help="exit with 1 where B is slower by more (default 5%%)",
     )
     parser.add_argument(

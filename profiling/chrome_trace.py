@@ -7,7 +7,7 @@ text and become integer nanoseconds exactly.
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def read_chrome_trace(path: Path) -> Timeline:
     Raises:
         TraceError: Not JSON, cut short, no trace events in it, or an empty capture.
     """
-    content = _content(path)
+    content = trace_content(path)
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
         raise TraceError(
@@ -53,7 +53,12 @@ def read_chrome_trace(path: Path) -> Timeline:
     return timeline
 
 
-def _content(path: Path) -> object:
+def trace_content(path: Path, parse_float: Callable[[str], object] = str) -> object:
+    """The JSON of a trace, plain or gzip; decimals go through `parse_float`, which gets them as they stand.
+
+    Raises:
+        TraceError: A file that is cut short, damaged, or no JSON.
+    """
     raw = path.read_bytes()
     try:
         text = gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw
@@ -62,7 +67,7 @@ def _content(path: Path) -> object:
             f"{path.name}: expected a whole gzip file, got one that is cut short or damaged ({error})"
         ) from None
     try:
-        return json.loads(text, parse_float=str)  # floats as they stand; `nanoseconds` reads them
+        return json.loads(text, parse_float=parse_float)
     except UnicodeDecodeError:
         raise TraceError(f"{path.name}: expected JSON text, got bytes that are no UTF-8") from None
     except (ValueError, RecursionError) as error:

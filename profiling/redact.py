@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from sparkgrpo.profiling.chrome_trace import GZIP_MAGIC
+from sparkgrpo.profiling.chrome_trace import trace_content
 from sparkgrpo.profiling.timeline import TraceError
 
 _ROW = "start end deviceId contextId streamId correlationId globalPid graphNodeId graphId"
@@ -37,6 +37,9 @@ METADATA = {
 }
 PRIVATE_TEXT = re.compile(r"(?:[A-Za-z]:)?[/\\]{1,2}[\w.@~+-]+(?:[/\\]+[\w.@~+-]+)+")
 """A path inside a name."""
+
+MARKED_NUMBER = re.compile(r'"\\u0000([-+.\deE]+)\\u0000"')
+"""A decimal that was read as text, and is written as it stood."""
 
 TOP_LEVEL_KEYS = ("schemaVersion", "deviceProperties", "cuda_runtime_version", "cuda_driver_version", "displayTimeUnit")
 DEVICE_KEYS = [
@@ -73,6 +76,8 @@ def redact_nsys(source: Path, target: Path) -> None:
             present = {
                 row[0] for row in connection.execute("SELECT name FROM source.sqlite_master WHERE type = 'table'")
             }
+            if not present & TABLES.keys():
+                raise TraceError(f"{source.name}: expected an export of nsys, got a database without any of its tables")
             for table, wanted in TABLES.items():
                 if table in present:
                     _copy(connection, table, wanted.split())
@@ -84,7 +89,10 @@ def redact_nsys(source: Path, target: Path) -> None:
             connection.commit()
             connection.execute("DETACH DATABASE source")
             connection.execute("VACUUM")
-    except sqlite3.Error as error:
+    except TraceError:
+        target.unlink(missing_ok=True)
+        raise
+    except (sqlite3.Error, UnicodeError) as error:
         target.unlink(missing_ok=True)
         raise TraceError(f"{source.name}: SQLite cannot copy it ({error})") from None
 
@@ -92,9 +100,10 @@ def redact_nsys(source: Path, target: Path) -> None:
 def redact_chrome_trace(source: Path, target: Path) -> None:
     """Write the allowed part of a Chrome trace, gzip where the target's name ends in .gz."""
     _check_target(source, target)
-    raw = source.read_bytes()
-    content = json.loads(gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw)
-    events = content["traceEvents"] if isinstance(content, dict) else content
+    content = trace_content(source, parse_float="\0{}\0".format)  # no float: times must stay exact
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise TraceError(f'{source.name}: expected a list "traceEvents" as torch.profiler writes it')
     facts = content if isinstance(content, dict) else {}
     kept = {key: facts[key] for key in TOP_LEVEL_KEYS if key in facts}
     devices = kept.get("deviceProperties")
@@ -103,7 +112,7 @@ def redact_chrome_trace(source: Path, target: Path) -> None:
             {key: device[key] for key in DEVICE_KEYS if key in device} for device in devices if isinstance(device, dict)
         ]
     kept["traceEvents"] = [_kept_event(event) for event in events if _is_kept(event)]
-    text = json.dumps(kept, separators=(",", ":")).encode()
+    text = MARKED_NUMBER.sub(r"\1", json.dumps(kept, separators=(",", ":"))).encode()
     target.write_bytes(gzip.compress(text, mtime=0) if target.suffix == ".gz" else text)
 
 

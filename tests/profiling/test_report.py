@@ -1,6 +1,7 @@
 """The report as text, page, JSON, comparison and redacted copy; the command's exit codes; hostile names."""
 
 import json
+import random
 import sqlite3
 import subprocess
 import sys
@@ -228,10 +229,38 @@ def test_redacted_chrome_trace(tmp_path: Path) -> None:
     stack = {**event, "cat": "python_function", "name": "/home/alice/train.py(3): f"}
     secret = {"args": {"correlation": 4, "Input Dims": "alice", "device": 0}}
     path, target = tmp_path / "t.json", tmp_path / "clean.json"
-    path.write_text(json.dumps({"hostname": "alice-pc", "traceEvents": [{**event, **secret}, stack]}))
+    exact = "1695835535123456.789"
+    text = json.dumps({"hostname": "alice-pc", "traceEvents": [{**event, **secret}, stack]})
+    path.write_text(text.replace('"ts": 1.5', f'"ts": {exact}'))
     assert main([str(path), "--redact", str(target)]) == 0
+    assert f'"ts":{exact},' in target.read_text()  # a bare number, to its last digit
     assert b"alice" not in target.read_bytes()
     assert summarise_file(target).operations == summarise_file(path).operations
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"a": 1}', b"\x1f\x8b\x08broken", b"SQLite format 3\0" + b"\1" * 100])
+def test_what_cannot_be_redacted_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path, target = tmp_path / "t.bin", tmp_path / "clean"
+    path.write_bytes(content)
+    assert main([str(path), "--redact", str(target)]) == 2
+    assert capsys.readouterr().err.startswith("sparkgrpo.profiling: ") and not target.exists()
+
+
+def test_damaged_bytes_never_raise(stepped: tuple[str, Path], tmp_path: Path) -> None:
+    """Whatever is broken: a report or one sentence."""
+    rng, whole, path = random.Random(0), stepped[1].read_bytes(), tmp_path / "damaged.sqlite"
+    codes = set()
+    for _ in range(40):
+        content = bytearray(whole)
+        for _ in range(rng.choice((1, 10, 100))):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        path.write_bytes(content)
+        codes.add(main([str(path), "-o", str(tmp_path / "out")]))
+        (tmp_path / "clean").unlink(missing_ok=True)
+        codes.add(main([str(path), "--redact", str(tmp_path / "clean")]))
+    assert codes == {0, 2}
 
 
 def test_the_reader_needs_no_torch(stepped: tuple[str, Path]) -> None:
