@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sparkgrpo.profiling.environment import describe, versions
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.profiling.watchdog import MemoryFloorReached
-from sparkgrpo.trainer.budget import KV_TERM, TRAINING_CURE, MemoryPlan, plan_evaluation, plan_training
+from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
 from sparkgrpo.trainer.checkpoint import (
     Progress,
     latest_checkpoint,
@@ -46,8 +46,9 @@ from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
-from sparkgrpo.trainer.tasks.base import Problem, Task
-from sparkgrpo.trainer.tasks.registry import make_task, task_options
+from sparkgrpo.trainer.tasks.base import Problem, Task, TaskOpening
+from sparkgrpo.trainer.tasks.registry import evaluation_task, run_task
+from sparkgrpo.trainer.train_result import TrainResult
 from sparkgrpo.trainer.update import Updater
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,37 +57,39 @@ PROMPTS_LOOKED_AT = 64
 """Training prompts measured at start for memory plan and length check; a too long one is refused when it comes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
-    """How a run ended."""
-
-    run_dir: str
-    steps: int
-    """Steps done, from the beginning of the run."""
-    eval_before: float
-    """Held-out accuracy before step 1, a fraction."""
-    eval_after: float | None
-    """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
-    wall_s: float
-    is_stopped: bool
-    """Ended before the last step: asked to (Ctrl-C, SIGTERM), or memory ran out; a checkpoint is there."""
-    is_out_of_memory: bool
-    """Ended because memory fell below the floor."""
-
-
 def train(
-    config: Config, *, user_set: Mapping[str, object], view: RunView, recorder: StepRecorder | None = None
+    config: Config,
+    *,
+    user_set: Mapping[str, object],
+    view: RunView,
+    task: Task | None = None,
+    reward_functions: Sequence[str | Callable[..., object]] = (),
+    recorder: StepRecorder | None = None,
 ) -> TrainResult:
     """Train as configured, or go on with the run that `config.resume` names.
 
     Args:
         user_set: What the person set, for run.json.
         view: Shows the run; it is closed by the caller.
+        task: An object in place of the task that the configuration names; closed here.
+        reward_functions: In place of the reward that the configuration names.
         recorder: Records some steps; the run ends with them, and saves nothing.
 
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
+    with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as opening:
+        return _train(config, opening, user_set=user_set, view=view, recorder=recorder)
+
+
+def _train(
+    config: Config,
+    opening: TaskOpening,
+    *,
+    user_set: Mapping[str, object],
+    view: RunView,
+    recorder: StepRecorder | None,
+) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
@@ -95,8 +98,8 @@ def train(
     source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
     view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
     loaded = _load(config, device, source)
-    loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
-    environment = describe(device, Path(__file__))
+    loop = build_loop(config, loaded, opening.task)
+    environment = {**describe(device, Path(__file__)), **opening.facts}
     if checkpoint is None:
         progress = Progress()
         log = RunLog.create(config, user_set=user_set, environment=environment)
@@ -110,8 +113,9 @@ def train(
             config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, instruments=instruments
         )
         run.begin(model_name)
+        for note in opening.notes:
+            view.note(note)
         run.train(is_asked_to_stop)
-        assert progress.eval_before is not None
         is_stopped = progress.step < config.steps
         result = TrainResult(
             run_dir=str(log.folder),
@@ -123,8 +127,7 @@ def train(
             is_out_of_memory=run.is_out_of_memory,
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
-        facts |= instruments.facts_after(run.warn)
-        log.finish("stopped" if is_stopped else "finished", facts)
+        log.finish("stopped" if is_stopped else "finished", facts | instruments.facts_after(run.warn))
     return result
 
 
@@ -134,16 +137,19 @@ def evaluate_command(config: Config) -> dict[str, object]:
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     loaded = _load(config, device, model_source(model_name))
-    task, dialogue = make_task(config.task, task_options(config)), Dialogue(loaded.tokenizer)
-    problems = heldout_problems(task, config)
-    longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
-    plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
-    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-    row = evaluate(engine, dialogue, task, problems, config).row(0)
+    with evaluation_task(config) as task:
+        dialogue = Dialogue(loaded.tokenizer)
+        problems = heldout_problems(task, config)
+        longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
+        plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
+        engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
+        evaluation = evaluate(engine, dialogue, task, problems, config)
+    row = evaluation.row(0)
     return {
         "model": model_name,
         "task": config.task,
         **{key: row[key] for key in ("num_problems", "accuracy", "accuracy_se")},
+        **evaluation.report,
         "wall_s": round(time.monotonic() - start, 3),
     }
 
@@ -272,21 +278,17 @@ class Run:
         """All steps that are left, with their evaluations and checkpoints; a stop is saved and not evaluated."""
         config, progress = self.config, self.progress
         try:
-            if progress.eval_before is None:
+            if progress.eval_step < 0:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
             while progress.step < config.steps and not is_asked_to_stop and not self.instruments.is_recorded:
                 self._step()
-            if (
-                not (is_asked_to_stop or self.instruments.is_recorded) and progress.eval_step != progress.step
-            ):  # a stopped run that has no step left
-                self._evaluate()
+            if not is_asked_to_stop and not self.instruments.is_recorded and progress.eval_step != progress.step:
+                self._evaluate()  # a stopped run that has no step left
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
         except MemoryFloorReached as error:
-            if progress.eval_before is None:
-                raise UserError(f"before step 1: {error}; {TRAINING_CURE}") from None
             self.is_out_of_memory = True
             self.warn(f"{error}: the step in hand was dropped")
         if (is_asked_to_stop or self.is_out_of_memory) and self.saved_step != progress.step:
@@ -335,6 +337,7 @@ class Run:
             result.scores[:G],
             result.advantages[:G],
             self.progress.step,
+            {column: values[:G] for column, values in result.extras.items()},
         )
         for sample in group:
             self._keep_sample(sample)
@@ -388,7 +391,7 @@ class Run:
 
 
 def _heldout_notes(config: Config, loop: GrpoLoop) -> list[str]:
-    missing = config.eval_problems - len(loop.heldout)
+    missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
     return [f"{missing} held-out problems are left out: their prompts are too long"] if missing > 0 else []
 
 

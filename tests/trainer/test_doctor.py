@@ -14,6 +14,7 @@ from sparkgrpo.trainer import cli
 from sparkgrpo.trainer.commands import doctor
 from sparkgrpo.trainer.doctor import compute_checks, machine_checks, sandbox_checks
 from sparkgrpo.trainer.doctor.finding import Finding, Machine, run_check, this_machine
+from sparkgrpo.trainer.tasks.sandbox import self_test
 
 CPU = Machine(
     device=torch.device("cpu"), capability=None, is_integrated=False, has_nvidia_driver=False, run_folder=Path("runs")
@@ -138,12 +139,31 @@ def test_run_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found.verdict == "problem" and "Read-only file system" in found.found and "--run-dir" in found.cure
 
 
-@pytest.mark.parametrize("check", [sandbox_checks.check_landlock, sandbox_checks.check_seccomp])
-@pytest.mark.parametrize("said", ["none 38", "refused 1", "abi 3 allowed", "allowed", ""])
-def test_a_wall_that_does_not_stand(monkeypatch: pytest.MonkeyPatch, check: Any, said: str) -> None:
-    monkeypatch.setattr(sandbox_checks, "_said_by", lambda program: said)
-    found = check(CPU)
-    assert (found.verdict == "problem" and "Linux" in found.cure) or "kernel" in found.cure
+@pytest.mark.parametrize(
+    ("layer", "verdicts"),
+    [("landlock", ("problem", "ok")), ("seccomp", ("ok", "problem")), ("rlimits", ("ok", "problem"))],
+)
+def test_a_wall_that_does_not_stand(monkeypatch: pytest.MonkeyPatch, layer: str, verdicts: tuple[str, str]) -> None:
+    findings = tuple(
+        self_test.Finding(name=f"try {wall}", layer=wall, is_good=wall != layer, detail="it was possible")
+        for wall in ("landlock", "seccomp", "rlimits")
+    )
+    report = self_test.SandboxReport(
+        level="strict", abi=3, kernel="6.1", machine="x86_64", layers=(), findings=findings
+    )
+    monkeypatch.setattr(sandbox_checks, "self_test", lambda level: report)
+    found = [check(CPU) for check in (sandbox_checks.check_landlock, sandbox_checks.check_seccomp)]
+    assert tuple(row.verdict for row in found) == verdicts
+    (bad,) = [row for row in found if row.verdict == "problem"]
+    assert f"layer {layer} does not hold" in bad.found and bad.cure
+
+
+def test_walls_that_could_not_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = self_test.Finding(name="put the walls up", layer="landlock", is_good=False, detail="no such call")
+    report = self_test.SandboxReport(level="strict", abi=None, kernel="4.4", machine="x", layers=(), findings=(failed,))
+    monkeypatch.setattr(sandbox_checks, "self_test", lambda level: report)
+    assert sandbox_checks.check_landlock(CPU).verdict == "problem"
+    assert sandbox_checks.check_seccomp(CPU).verdict == "cannot say"
 
 
 def test_a_check_that_raises_ends_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
