@@ -53,6 +53,11 @@ def hardware(device: torch.device) -> dict[str, object]:
     return facts
 
 
+def device_name(device: torch.device) -> str:
+    """The name of the device as its maker gives it; the processor's for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
 def git_state(source_file: Path) -> dict[str, object] | None:
     """Commit of the checkout that tracks ``source_file``, whether it has changes, and their hash; None outside one.
 

@@ -2,7 +2,9 @@
 
 A step is one line of time cut at boundaries: entering a phase ends the one around it, leaving it resumes that one, and
 what no phase names belongs to `t_other`. So the phases add up to the step by construction; `t_unaccounted` compares
-that sum with a second, independent measurement of the whole step and is the error of the clock.
+that sum with a second, independent measurement of the whole step and is the error of the clock. On CUDA the sum is the
+device's and the whole is the host's, so the same check holds the two clocks against each other. A span lies inside a
+phase and cuts nothing: the backward pass of the training phase.
 
 CPU: `perf_counter_ns`. CUDA: one event a boundary, read after the one synchronisation at the end of the step, so that
 the device's time is measured and nothing waits in between.
@@ -11,12 +13,31 @@ the device's time is measured and nothing waits in between.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 OTHER = "t_other"
 MAX_FRAC_UNACCOUNTED, MAX_UNACCOUNTED_S = 0.01, 2e-3
 """The phases of a step must add up to it within 1 %, or within 2 ms where that is more."""
+
+Instant = int | torch.cuda.Event
+
+
+class PhaseObserver(Protocol):
+    """Is told of every boundary, on the host, before its time is taken. What it raises ends the step."""
+
+    def step_started(self) -> None:
+        """A step begins."""
+        ...
+
+    def entered(self, phase: str, span: str | None) -> None:
+        """From now on time belongs to this phase, and to this span of it where there is one."""
+        ...
+
+    def step_ended(self) -> None:
+        """The step's last boundary has been set."""
+        ...
 
 
 class PhaseClock:
@@ -25,20 +46,26 @@ class PhaseClock:
     Args:
         device: Where the work runs.
         names: Every phase that a step may have; those it does not enter are 0.0.
+        spans: Spans that are 0.0 in a step without them, like the phases; their times lie inside those of phases.
     """
 
-    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
+    def __init__(self, device: torch.device, names: tuple[str, ...], spans: tuple[str, ...] = ()) -> None:
         self._is_cuda = device.type == "cuda"
-        self._names = names
-        self._boundaries: list[tuple[str, int | torch.cuda.Event]] = []
-        self._current = OTHER
+        self._names, self._spans = names, spans
+        self._boundaries: list[tuple[str, Instant]] = []
+        self._span_times: list[tuple[str, Instant, Instant]] = []
+        self._current, self._span = OTHER, None
         self._start_ns = 0
+        self.observers: list[PhaseObserver] = []
+        """Told of every boundary, in this order."""
 
     def start_step(self) -> None:
         """Begin a step; whatever was running is forgotten."""
-        self._boundaries = []
+        self._boundaries, self._span_times, self._span = [], [], None
         if self._is_cuda:
             torch.cuda.synchronize()
+        for observer in self.observers:
+            observer.step_started()
         self._start_ns = time.perf_counter_ns()
         self._enter(OTHER)
 
@@ -54,27 +81,56 @@ class PhaseClock:
         finally:
             self._enter(outer)
 
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of the phase that runs, called PHASE_PART; spans do not nest."""
+        if not name.startswith(f"{self._current}_"):
+            raise ValueError(f"expected a span of {self._current}, named {self._current}_..., got {name!r}")
+        if self._span is not None:
+            raise ValueError(f"expected spans one after another, got {name!r} inside {self._span!r}")
+        self._span = name
+        self._tell()
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._span_times.append((name, begin, self._now()))
+            self._span = None
+            self._tell()
+
     def end_step(self) -> dict[str, float]:
         """Seconds by phase, with `t_step` (their whole, measured apart) and `t_unaccounted` (it minus their sum)."""
         self._enter(OTHER)
         if self._is_cuda:
             torch.cuda.synchronize()
         t_step = (time.perf_counter_ns() - self._start_ns) / 1e9
+        for observer in self.observers:
+            observer.step_ended()
         seconds = dict.fromkeys((*self._names, OTHER), 0.0)
         for (name, begin), (_, end) in zip(self._boundaries, self._boundaries[1:], strict=False):
             seconds[name] += _seconds_between(begin, end)
         seconds["t_unaccounted"] = t_step - sum(seconds.values())
         seconds["t_step"] = t_step
+        seconds |= dict.fromkeys(self._spans, 0.0)
+        for name, begin, end in self._span_times:
+            seconds[name] = seconds.get(name, 0.0) + _seconds_between(begin, end)
         return seconds
 
     def _enter(self, name: str) -> None:
-        if self._is_cuda:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter_ns()
-        self._boundaries.append((name, now))
         self._current = name
+        self._tell()
+        self._boundaries.append((name, self._now()))
+
+    def _tell(self) -> None:
+        for observer in self.observers:
+            observer.entered(self._current, self._span)
+
+    def _now(self) -> Instant:
+        if not self._is_cuda:
+            return time.perf_counter_ns()
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        return now
 
 
 def clock_error(seconds: Mapping[str, float]) -> str | None:
@@ -85,7 +141,7 @@ def clock_error(seconds: Mapping[str, float]) -> str | None:
     return f"the phases add up to {t_step - missing:.4f} s, but the step took {t_step:.4f} s: the clock is at fault"
 
 
-def _seconds_between(begin: int | torch.cuda.Event, end: int | torch.cuda.Event) -> float:
+def _seconds_between(begin: Instant, end: Instant) -> float:
     if isinstance(begin, int) and isinstance(end, int):
         return (end - begin) / 1e9
     assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)

@@ -8,6 +8,8 @@ time and not memory. The rows that decode together take what is left.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from sparkgrpo.kernels.head_plan import plan_linear_grpo
 from sparkgrpo.profiling.memory import usable_bytes
 from sparkgrpo.trainer.config import Config, UserError
@@ -67,7 +69,15 @@ def plan_training(
         # an fp32 model is its own master
         "gradients, moments and masters": num_params * (12 if model.dtype.itemsize == 4 else 16),
         "reference (beta above 0)": num_params * model.dtype.itemsize if has_copy else 0,
-        "head": head_bytes(config, model, num_valid, config.tokens_per_micro_batch or MAX_MICRO_BATCH_TOKENS),
+        "head": head_bytes(
+            config,
+            model.config.width,
+            model.dtype,
+            model.device,
+            num_valid=num_valid,
+            num_rows=config.tokens_per_micro_batch or MAX_MICRO_BATCH_TOKENS,
+            needs_dweight=model.head_VD.requires_grad,
+        ),
         "completions of a batch": batch_bytes(config),
     }
     token_bytes = activation_bytes_per_token(
@@ -80,7 +90,7 @@ def plan_training(
         tokens = min(MAX_MICRO_BATCH_TOKENS, max(MIN_MICRO_BATCH_TOKENS, tokens))
     # One prompt with one completion is the least that a micro-batch can hold, whatever was asked for.
     terms["activations of a micro-batch"] = token_bytes * max(tokens, longest_prompt + config.max_new_tokens)
-    row_bytes = row_bytes_while_decoding(model, longest_prompt + config.max_new_tokens, num_valid)
+    row_bytes = row_bytes_while_decoding(model.config, model.dtype, longest_prompt + config.max_new_tokens, num_valid)
     wanted_rows = max(config.prompts_per_step * config.group_size, config.eval_problems)
     max_rows = _rows(usable, terms, row_bytes, wanted=wanted_rows, least=config.group_size, cure=TRAINING_CURE)
     return MemoryPlan(max_rows=max_rows, tokens_per_micro_batch=tokens, terms=terms)
@@ -95,7 +105,7 @@ def plan_evaluation(
         UserError: One row does not fit.
     """
     terms: dict[str, int] = {}
-    row_bytes = row_bytes_while_decoding(model, longest_prompt + config.max_new_tokens, num_valid)
+    row_bytes = row_bytes_while_decoding(model.config, model.dtype, longest_prompt + config.max_new_tokens, num_valid)
     usable = _usable(model, usable)
     max_rows = _rows(usable, terms, row_bytes, wanted=config.eval_problems, least=1, cure=EVALUATION_CURE)
     return MemoryPlan(max_rows=max_rows, tokens_per_micro_batch=0, terms=terms)
@@ -113,25 +123,33 @@ def activation_bytes_per_token(config: DecoderConfig, itemsize: int, *, recomput
     return itemsize * config.num_layers * saved + 4 * 8 * config.width
 
 
-def head_bytes(config: Config, model: Decoder, num_valid: int, num_rows: int) -> int:
+def head_bytes(
+    config: Config,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_valid: int,
+    num_rows: int,
+    needs_dweight: bool = True,
+) -> int:
     """What `linear_grpo` takes for this many completion tokens: a chunk of logits, its rows, both gradients."""
     plan = plan_linear_grpo(
         num_rows,
         num_valid,
-        model.config.width,
+        width,
         objective=objective_of(config),
-        dtype=model.dtype,
-        device=model.device,
-        needs_dweight=model.head_VD.requires_grad,
+        dtype=dtype,
+        device=device,
+        needs_dweight=needs_dweight,
         longest_sequence=config.max_new_tokens,
     )
     return plan.num_bytes
 
 
-def row_bytes_while_decoding(model: Decoder, num_tokens: int, num_valid: int) -> int:
+def row_bytes_while_decoding(shape: DecoderConfig, dtype: torch.dtype, num_tokens: int, num_valid: int) -> int:
     """Keys and values of so many tokens and four fp32 values for each logit; siblings, who share, need less."""
-    shape = model.config
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * model.dtype.itemsize
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width * dtype.itemsize
     return token_bytes * num_tokens + 4 * 4 * num_valid
 
 

@@ -26,6 +26,8 @@ from sparkgrpo.trainer.option_parser import OptionParser, new_parser, parse_opti
 from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
 
+OUT_OF_MEMORY = 4
+"""Exit code of a run that ended because memory ran out; it is saved and can be resumed."""
 SECTIONS: tuple[tuple[str, str], ...] = (
     ("what to train", "model lora_rank lora_alpha lora_targets task numbers preset seed steps"),
     (
@@ -87,14 +89,20 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _overview() -> str:
     lines = ["usage: sparkgrpo COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:7}{summary}" for name, (_, summary) in _COMMANDS.items()]
+    lines += [f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items()]
     return "\n".join([*lines, "", "sparkgrpo COMMAND --help lists the options."])
 
 
-def _train(arguments: list[str]) -> int:
+def train_config(arguments: list[str]) -> tuple[Config, dict[str, object], list[str]]:
+    """What `sparkgrpo train ARGUMENTS` would run: the configuration without any "auto" left, what the person set, and
+    sentences about the choices made. `UserError` for a mistake."""
     options = parse_options(_train_parser(), arguments)
     config_file = options.pop("config", None)
-    config, user_set, notes = settled(options, None if config_file is None else str(config_file))
+    return settled(options, None if config_file is None else str(config_file))
+
+
+def _train(arguments: list[str]) -> int:
+    config, user_set, notes = train_config(arguments)
     if not config.resume:
         check_new_folder(Path(config.run_dir))
     from sparkgrpo.trainer.run import train  # imports PyTorch and transformers: seconds, after all cheap checks
@@ -105,8 +113,9 @@ def _train(arguments: list[str]) -> int:
             view.note(note)
         result = train(config, user_set=user_set, view=view)
         if result.is_stopped:
+            why = "memory ran out, " if result.is_out_of_memory else ""
             view.note(
-                f"stopped after step {result.steps}, saved; go on with: sparkgrpo train --resume {result.run_dir}"
+                f"{why}stopped after step {result.steps}, saved; go on with: sparkgrpo train --resume {result.run_dir}"
             )
     finally:
         view.close()
@@ -118,7 +127,7 @@ def _train(arguments: list[str]) -> int:
         "wall_s": round(result.wall_s, 3),
     }
     print(json.dumps(summary), flush=True)
-    return 0
+    return OUT_OF_MEMORY if result.is_out_of_memory else 0
 
 
 def _evaluate(arguments: list[str]) -> int:
@@ -229,4 +238,6 @@ def _in_module(name: str) -> Callable[[list[str]], int]:
 _COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "Train a model with GRPO on a task whose answers can be checked."),
     "eval": (_evaluate, "Measure a model's accuracy on held-out problems."),
+    "profile": (_in_module("profile"), "Record a few steps of a run and report where the time goes: -- train ..."),
+    "doctor": (_in_module("doctor"), "Check what a run needs on this machine, by trying each of it."),
 }

@@ -108,6 +108,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("t_old", "log-probabilities before the first update; 0 with one update", "s"),
     Metric("t_ref", "log-probabilities of the reference; 0 with beta 0", "s"),
     Metric("t_train", "forward and backward", "s"),
+    Metric("t_train_backward", "inside t_train: the backward pass", "s"),
     Metric("t_opt", "gradient clip, optimiser, copy of the weights", "s"),
     Metric("t_eval", "evaluation on held-out problems", "s"),
     Metric("t_other", "data, packing, logging, checkpoint", "s"),
@@ -115,9 +116,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("frac_slots_alive", "decode slots with a row that still ran / all slots of the decode steps", "fraction"),
     Metric("tok_per_s", "completion tokens / t_gen", "tokens/s"),
     Metric("decode_gbps", "bytes that the decode steps have to move / t_gen_decode", "GB/s"),
+    Metric("train_tflops", "flops of t_train, from the model's shapes and the tokens that ran / t_train", "TFLOP/s"),
+    Metric("frac_decode_roofline", "decode_gbps / read bandwidth of the probe; null in a cache", "fraction"),
+    Metric("frac_train_roofline", "train_tflops / matrix product rate of the probe", "fraction"),
     Metric("graph_coverage", "decode steps that replayed a CUDA graph / all; null on a CPU", "fraction"),
     Metric("mem_peak_bytes", "peak memory of the device; on the CPU, peak resident memory of the process", "bytes"),
+    Metric("mem_reserved_bytes", "taken by the allocator of the device; null on a CPU", "bytes"),
+    Metric("mem_available_min_bytes", "lowest memory available to the host during the step", "bytes"),
+    Metric("sm_clock_mhz", "clock of the device; null where the driver does not say", "MHz"),
+    Metric("temp_c", "temperature of the device; null where the driver does not say", "degrees C"),
+    Metric("power_w", "power of the device; null where the driver does not say", "W"),
 )
+
+SPANS = ("t_train_backward",)
+"""Parts of phases that the clock times apart."""
 
 PHASES = ("t_gen", "t_reward", "t_old", "t_ref", "t_train", "t_opt", "t_eval", "t_other")
 """The phases that add up to t_step, in the order of a step."""

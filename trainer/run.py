@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from sparkgrpo.profiling.environment import describe, versions
-from sparkgrpo.profiling.memory import peak_bytes
-from sparkgrpo.profiling.phases import PhaseClock, clock_error
+from sparkgrpo.profiling.phases import PhaseClock
+from sparkgrpo.profiling.recorder import StepRecorder
+from sparkgrpo.profiling.watchdog import MemoryFloorReached
 from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
 from sparkgrpo.trainer.checkpoint import (
     Progress,
@@ -25,9 +26,11 @@ from sparkgrpo.trainer.dashboard import RunView
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.flash_attention import load_varlen
+from sparkgrpo.trainer.instruments import Instruments
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.machine import choose_device, choose_model, choose_precision, model_source
-from sparkgrpo.trainer.metrics import PHASES
+from sparkgrpo.trainer.memory_budget import checked_budget
+from sparkgrpo.trainer.metrics import PHASES, SPANS
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.model.lora import add_lora, is_adapter_folder, load_merged
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, stop_ids
@@ -45,28 +48,13 @@ from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
 from sparkgrpo.trainer.tasks.base import Problem, Task, TaskOpening
 from sparkgrpo.trainer.tasks.registry import evaluation_task, run_task
+from sparkgrpo.trainer.train_result import TrainResult
 from sparkgrpo.trainer.update import Updater
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_SKIPPED_IN_A_ROW = 3
 PROMPTS_LOOKED_AT = 64
 """Training prompts measured at start for memory plan and length check; a too long one is refused when it comes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
-    """How a run ended."""
-
-    run_dir: str
-    steps: int
-    """Steps done, from the beginning of the run."""
-    eval_before: float | None
-    """Held-out accuracy before step 1, a fraction; None for a task without a strict check."""
-    eval_after: float | None
-    """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
-    wall_s: float
-    is_stopped: bool
-    """Asked to stop (Ctrl-C, SIGTERM) before the last step; the checkpoint is there to go on from."""
 
 
 def train(
@@ -76,6 +64,7 @@ def train(
     view: RunView,
     task: Task | None = None,
     reward_functions: Sequence[str | Callable[..., object]] = (),
+    recorder: StepRecorder | None = None,
 ) -> TrainResult:
     """Train as configured, or go on with the run that `config.resume` names.
 
@@ -84,22 +73,31 @@ def train(
         view: Shows the run; it is closed by the caller.
         task: An object in place of the task that the configuration names; closed here.
         reward_functions: In place of the reward that the configuration names.
+        recorder: Records some steps; the run ends with them, and saves nothing.
 
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
     with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as opening:
-        return _train(config, opening, user_set=user_set, view=view)
+        return _train(config, opening, user_set=user_set, view=view, recorder=recorder)
 
 
-def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
+def _train(
+    config: Config,
+    opening: TaskOpening,
+    *,
+    user_set: Mapping[str, object],
+    view: RunView,
+    recorder: StepRecorder | None,
+) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
     # Under LoRA a checkpoint holds the adapters alone.
-    base = model_source(model_name)
-    loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
+    source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
+    view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
+    loaded = _load(config, device, source)
     loop = build_loop(config, loaded, opening.task)
     environment = {**describe(device, Path(__file__)), **opening.facts}
     if checkpoint is None:
@@ -110,8 +108,10 @@ def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, objec
         for fault in newer_but_damaged(Path(config.resume)):
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
-    with log, stop_flag() as is_asked_to_stop:
-        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
+    with log, Instruments(device, loop.updater.shape, recorder) as instruments, stop_flag() as is_asked_to_stop:
+        run = Run(
+            config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, instruments=instruments
+        )
         run.begin(model_name)
         for note in opening.notes:
             view.note(note)
@@ -124,9 +124,10 @@ def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, objec
             eval_after=progress.eval_after if progress.eval_step == progress.step else None,
             wall_s=time.monotonic() - start,
             is_stopped=is_stopped,
+            is_out_of_memory=run.is_out_of_memory,
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
-        log.finish("stopped" if is_stopped else "finished", facts)
+        log.finish("stopped" if is_stopped else "finished", facts | instruments.facts_after(run.warn))
     return result
 
 
@@ -139,7 +140,7 @@ def evaluate_command(config: Config) -> dict[str, object]:
     with evaluation_task(config) as task:
         dialogue = Dialogue(loaded.tokenizer)
         problems = heldout_problems(task, config)
-        longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
+        longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
         plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
         engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
         evaluation = evaluate(engine, dialogue, task, problems, config)
@@ -169,7 +170,7 @@ def build_loop(config: Config, loaded: LoadedModel, task: Task) -> GrpoLoop:
     policy = model if lora is None else lora.policy
     plan = plan_training(config, policy, num_valid=loaded.num_valid, longest_prompt=max(map(len, seen_at_start)))
     reference = None if config.beta == 0 else frozen_copy(model) if lora is None else lora.base
-    clock = PhaseClock(device, PHASES)
+    clock = PhaseClock(device, PHASES, SPANS)
     updater = Updater(
         policy,
         reference,
@@ -232,10 +233,6 @@ def _load(config: Config, device: torch.device, source: str) -> LoadedModel:
     return load_model(source, dtype=dtype, device=device)
 
 
-def _longest_prompt(config: Config, loaded: LoadedModel, dialogue: Dialogue, problems: Sequence[Problem]) -> int:
-    return max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
-
-
 @dataclass(kw_only=True, slots=True)
 class Run:
     """A run that lives: its parts, and how far it is."""
@@ -246,8 +243,11 @@ class Run:
     log: RunLog
     view: RunView
     progress: Progress
+    instruments: Instruments
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
+    is_out_of_memory: bool = False
+    """Memory fell below the floor, and the run ended for it."""
 
     def begin(self, model_name: str) -> None:
         """Tell the run folder and the view what runs."""
@@ -257,7 +257,8 @@ class Run:
         facts: dict[str, object] = {"eval_sha256": hashlib.sha256(identities.encode()).hexdigest()}
         if self.progress.step == 0:
             facts["model"] = {"name": model_name, "num_params": num_params, "weights_sha256": weights_sha256(model)}
-        self.log.update(facts)
+        self.log.update(facts | self.instruments.facts_before())
+        self.instruments.attach(self.loop.clock, self.loop.engine)
         self.view.start(
             {
                 "run_dir": str(self.log.folder),
@@ -281,13 +282,16 @@ class Run:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
-            while progress.step < config.steps and not is_asked_to_stop:
+            while progress.step < config.steps and not is_asked_to_stop and not self.instruments.is_recorded:
                 self._step()
-            if not is_asked_to_stop and progress.eval_step != progress.step:  # a stopped run that has no step left
-                self._evaluate()
+            if not is_asked_to_stop and not self.instruments.is_recorded and progress.eval_step != progress.step:
+                self._evaluate()  # a stopped run that has no step left
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
-        if is_asked_to_stop and self.saved_step != progress.step:
+        except MemoryFloorReached as error:
+            self.is_out_of_memory = True
+            self.warn(f"{error}: the step in hand was dropped")
+        if (is_asked_to_stop or self.is_out_of_memory) and self.saved_step != progress.step:
             self._save()
 
     def _step(self) -> None:
@@ -346,23 +350,20 @@ class Run:
         """Write the step's line. The clock goes on at once, so the writing is the next step's `t_other`."""
         seconds = self.loop.clock.end_step()
         self.loop.clock.start_step()
-        num_tokens = result.metrics["num_tokens"]
-        assert isinstance(num_tokens, int)
-        line = {
-            **result.metrics,
-            "t_unix_s": time.time(),
-            "num_tokens_total": self.progress.num_tokens_total,
-            "mem_peak_bytes": peak_bytes(self.loaded.model.device),
-            "tok_per_s": num_tokens / seconds["t_gen"],
-            **seconds,
-        }
+        measured, texts = self.instruments.step_metrics(result.metrics, seconds, flops=self.loop.updater.num_flops)
+        so_far = {"t_unix_s": time.time(), "num_tokens_total": self.progress.num_tokens_total}
+        line = {**result.metrics, **so_far, **seconds, **measured}
         self.log.metrics(line)
         self.view.step(line)
-        error = clock_error(seconds)
-        for text in (*result.warnings, *([] if error is None else [error])):
+        for text in texts:
             self.log.event("warning", {"step": self.progress.step, "text": text})
         for text in result.warnings:
-            self.view.note(text)
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the events and the view."""
+        self.log.event("warning", {"step": self.progress.step, "text": text})
+        self.view.note(text)
 
     def _save(self) -> None:
         updater, progress = self.loop.updater, self.progress

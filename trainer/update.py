@@ -22,6 +22,7 @@ from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.objectives import objective_of, token_weights
 from sparkgrpo.trainer.optim import MasterAdamW, OptimStats
+from sparkgrpo.trainer.rates import micro_batch_flops, model_shape
 from sparkgrpo.trainer.score import ForwardOptions, head_hidden, score
 from sparkgrpo.trainer.token_stats import TokenStats
 
@@ -60,6 +61,9 @@ class Updater:
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.clock = clock
         self.forward = forward or ForwardOptions(recomputes=config.activation_checkpointing)
+        self.shape = model_shape(model, num_valid)
+        self.num_flops = 0
+        """Forward and backward of the last update, by the shapes."""
 
     def update(self, batch: TrainBatch, takes_part_S: torch.Tensor, lr: float) -> dict[str, float | int | None]:
         """Run every pass over the batch.
@@ -73,6 +77,9 @@ class Updater:
         """
         config, clock = self.config, self.clock
         minis = [self._mini_batch(batch, takes_part_S, index) for index in range(config.mini_batches)]
+        self.num_flops = config.inner_epochs * sum(
+            micro_batch_flops(self.shape, mini, is_frozen=config.lora_rank > 0) for mini in minis
+        )
         refs = self._score_all("t_ref", self.reference, minis)
         olds = self._score_all("t_old", self.model if self._needs_old() else None, minis)
         tokens, steps = TokenStats(), []
@@ -157,7 +164,8 @@ class Updater:
             active_idx_N=self._all_rows(micro),
             grad_weight_VD=self.optim.gradient_sum(self.model.head_VD),
         )
-        loss.loss.backward()
+        with self.clock.span("t_train_backward"):
+            loss.loss.backward()
         return loss
 
     @staticmethod

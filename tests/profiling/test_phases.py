@@ -73,6 +73,77 @@ def test_steps_do_not_leak_into_each_other(fake: FakeTime) -> None:
     assert clock.end_step()["t_other"] == 2.0
 
 
+def test_spans_lie_inside_and_cut_nothing(fake: FakeTime) -> None:
+    clock = PhaseClock(CPU, NAMES, spans=("t_b_never",))
+    clock.start_step()
+    with clock.phase("t_a"):
+        fake.sleep(1)
+        for _ in range(2):
+            with clock.span("t_a_backward"):
+                fake.sleep(3)
+        fake.sleep(5)
+    seconds = clock.end_step()
+    assert seconds == {
+        "t_a": 12.0, "t_b": 0.0, "t_other": 0.0, "t_unaccounted": 0.0, "t_step": 12.0, "t_b_never": 0.0,
+        "t_a_backward": 6.0,
+    }  # fmt: skip
+
+
+def test_a_span_belongs_to_the_phase_that_runs() -> None:
+    clock = PhaseClock(CPU, NAMES)
+    with clock.phase("t_a"), pytest.raises(ValueError, match=r"expected a span of t_a, named t_a_\.\.\., got 't_b_x'"):
+        clock.span("t_b_x").__enter__()
+    with (
+        clock.phase("t_a"), clock.span("t_a_x"), pytest.raises(ValueError, match="one after another, got 't_a_y'")
+    ):  # fmt: skip
+        clock.span("t_a_y").__enter__()
+
+
+def test_observers_are_told_before_the_time_is_taken(fake: FakeTime) -> None:
+    """What an observer takes (a synchronisation, a look at memory) belongs to the phase that ends."""
+
+    class Observer:
+        def __init__(self) -> None:
+            self.calls: list[object] = []
+
+        def step_started(self) -> None:
+            self.calls.append("start")
+
+        def entered(self, phase: str, span: str | None) -> None:
+            self.calls.append((phase, span))
+            fake.sleep(1)
+
+        def step_ended(self) -> None:
+            self.calls.append("end")
+
+    clock, observer = PhaseClock(CPU, NAMES), Observer()
+    clock.observers = [observer]
+    clock.start_step()
+    with clock.phase("t_a"), clock.span("t_a_x"):
+        pass
+    seconds = clock.end_step()
+    assert observer.calls == [
+        "start", ("t_other", None), ("t_a", None), ("t_a", "t_a_x"), ("t_a", None), ("t_other", None),
+        ("t_other", None), "end",
+    ]  # fmt: skip
+    assert seconds["t_a"] == 3.0 and seconds["t_other"] == 2.0
+
+
+def test_a_span_of_time_costs_less_than_20_us() -> None:
+    """The best of five, because this machine does other things too."""
+    clock = PhaseClock(CPU, NAMES)
+    costs = []
+    for _ in range(5):
+        clock.start_step()
+        begin = time.perf_counter()
+        for _ in range(500):
+            with clock.phase("t_a"), clock.span("t_a_x"):
+                pass
+        costs.append((time.perf_counter() - begin) / 1000)
+        clock.end_step()
+    assert min(costs) < 20e-6
+
+
 def test_unknown_phase() -> None:
     with (
         pytest.raises(ValueError, match="expected a phase of t_a, t_b, t_other, got 't_c'"),

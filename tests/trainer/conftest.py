@@ -10,6 +10,8 @@ import torch
 from transformers import GenerationConfig, Qwen2Config
 
 from sparkgrpo.profiling.phases import PhaseClock
+from sparkgrpo.profiling.probe import Probe
+from sparkgrpo.trainer import instruments
 from sparkgrpo.trainer.batching import TrainBatch
 from sparkgrpo.trainer.checkpoint import weights_sha256
 from sparkgrpo.trainer.config import Config
@@ -25,6 +27,16 @@ from sparkgrpo.trainer.run import TrainResult, train
 from sparkgrpo.trainer.runlog import read_jsonl, read_run
 from sparkgrpo.trainer.settings import read_preset, resolve_resume
 from sparkgrpo.trainer.update import Updater
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_probe() -> Iterator[None]:
+    """Runs of the tests take no time to measure the machine, and find it as it was."""
+    probe = Probe(read_gbps=20.0, copy_gbps=15.0, product_tflops=0.1, cache_bytes=1 << 25)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(instruments, "take_probe", lambda device: probe)
+        yield
+
 
 NUM_VALID = 33
 """Tokens of the small decoders; their heads have rows of padding behind."""

@@ -21,7 +21,7 @@ class FakeLoop:
     def __init__(self) -> None:
         self.config = Config()
         self.user_set: Mapping[str, object] = {}
-        self.is_stopped = False
+        self.is_stopped = self.is_out_of_memory = False
         self.error: BaseException | None = None
 
     def train(self, config: Config, *, user_set: Mapping[str, object], view: RunView) -> SimpleNamespace:
@@ -37,6 +37,7 @@ class FakeLoop:
             eval_after=0.5,
             wall_s=1.23456,
             is_stopped=self.is_stopped,
+            is_out_of_memory=self.is_out_of_memory,
         )
 
     def evaluate_command(self, config: Config) -> dict[str, object]:
@@ -195,6 +196,13 @@ def test_a_stopped_run_says_how_to_go_on(loop: FakeLoop, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.rstrip("\n").split("\n")
     assert lines[-2].endswith("go on with: sparkgrpo train --resume here")
     assert json.loads(lines[-1])["run_dir"] == "here"
+
+
+def test_a_run_without_memory_ends_with_a_code_of_its_own(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.is_stopped = loop.is_out_of_memory = True
+    assert cli.main(["train", "--run-dir", "here"]) == 4
+    out = capsys.readouterr().out
+    assert "memory ran out, stopped after step" in out and "go on with: sparkgrpo train --resume here" in out
 
 
 def test_resume_takes_the_recorded_configuration(

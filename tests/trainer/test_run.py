@@ -19,7 +19,8 @@ from sparkgrpo.trainer.runlog import read_run
 
 RUN_KEYS = (
     "v", "run_id", "t_unix_s", "status", "command", "config", "user_set", "config_sha256", "seed", "task", "model",
-    "eval_sha256", "git", "versions", "hardware", "pid", "boot_id", "steps", "eval_before", "eval_after", "wall_s",
+    "eval_sha256", "probe_before", "probe_after",
+    "git", "versions", "hardware", "pid", "boot_id", "steps", "eval_before", "eval_after", "wall_s",
 )  # fmt: skip
 METRIC_KEYS = (
     "v", "step", "t_unix_s", "num_prompts", "group_size", "num_updates", "lr", "num_tokens", "num_tokens_total",
@@ -29,7 +30,9 @@ METRIC_KEYS = (
     "clip_frac_low", "clip_frac_high", "ratio_max", "logprob_gap_mean", "logprob_gap_p99", "logprob_gap_max",
     "logprob_gap_signed", "loss", "grad_norm", "frac_params_changed", "frac_tokens_trained", "skipped_steps",
     "num_nonfinite", "t_step", "t_gen_prefill", "t_gen_decode", *PHASES, "t_unaccounted", "frac_slots_alive",
-    "tok_per_s", "decode_gbps", "graph_coverage", "mem_peak_bytes",
+    "tok_per_s", "decode_gbps", "graph_coverage", "mem_peak_bytes", "t_train_backward", "train_tflops",
+    "frac_decode_roofline", "frac_train_roofline", "mem_reserved_bytes", "mem_available_min_bytes", "sm_clock_mhz",
+    "temp_c", "power_w",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from sparkgrpo.trainer.runlog import read_run
 
 Make = Callable[..., Any]
 pytest.importorskip("peft", reason="the extra lora is not installed")
-TIMES = ("t_", "tok_per_s", "decode_gbps", "mem_peak_bytes")
+TIMES = ("t_", "tok_per_s", "decode_gbps", "mem_", "train_tflops", "frac_train_roofline", "frac_decode_roofline")
 
 
 def numbers(recorded: Any) -> list[dict[str, Any]]:

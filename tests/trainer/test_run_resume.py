@@ -18,7 +18,8 @@ from sparkgrpo.trainer.runlog import RunLog, read_run
 
 Make = Callable[..., Any]
 TIMES = {"t_unix_s", "tok_per_s", "decode_gbps", "mem_peak_bytes", "t_step", "t_unaccounted", *PHASES}
-TIMES |= {"t_gen_prefill", "t_gen_decode"}
+TIMES |= {"t_gen_prefill", "t_gen_decode", "t_train_backward", "train_tflops", "frac_train_roofline"}
+TIMES |= {"frac_decode_roofline", "mem_available_min_bytes"}
 
 
 def results(steps: list[StepResult]) -> list[tuple[list[tuple[int, ...]], list[float | None], list[float]]]:

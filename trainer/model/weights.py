@@ -118,6 +118,19 @@ def random_model(
     return model
 
 
+def decoder_shape(source: str) -> DecoderConfig:
+    """The shape of a model that `load_model` would load, without its weights. Raises like it.
+
+    A model on the hub is fetched to the disk for it.
+    """
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return decoder_config(gguf_config(open_gguf(path)))
+    folder = path if path.is_dir() else _download(source)
+    check_family(read_json(folder / "config.json"))
+    return decoder_config(_read_config(folder))
+
+
 def load_model(source: str, *, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     """A model from a Hugging Face folder, the hub, or a GGUF file.
 

@@ -8,7 +8,7 @@ Letters: B slots.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ rest."""
 class Meter:
     """Running sums of one `generate`."""
 
+    between_steps: Callable[[], None] | None = None
+    """Called with every step that is counted."""
     t_prefill_s: float = 0.0
     t_decode_s: float = 0.0
     num_steps: int = 0
@@ -38,6 +40,8 @@ class Meter:
 
     def stepped(self, num_alive: int, num_slots: int) -> None:
         """Count one decode step."""
+        if self.between_steps is not None:
+            self.between_steps()
         self.num_steps += 1
         self.num_alive_slots += num_alive
         self.num_slots += num_slots

@@ -105,6 +105,8 @@ class RolloutEngine:
         """Head rows below num_valid, as `finish_step` takes them; those of the rollout that runs."""
         self.filters: Filters | None = None
         """Of the rollout that runs."""
+        self.between_steps: Callable[[], None] | None = None
+        """Called after every decode step; what it raises ends the rollout."""
         self._state: DecodeState | None = None
         self._runner: Runner | None = None
 
@@ -142,7 +144,7 @@ class RolloutEngine:
         if self.filters is not None:  # an evaluation's: no graph has them
             runner = self._eager_runner(state)
         runner.begin()
-        meter = Meter()
+        meter = Meter(between_steps=self.between_steps)
         pieces = []
         for wave in waves:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
