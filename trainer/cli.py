@@ -78,7 +78,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _overview() -> str:
     lines = ["usage: sparkgrpo COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:7}{summary}" for name, (_, summary) in _COMMANDS.items()]
+    lines += [f"  {name:12}{summary}" for name, (_, summary) in _COMMANDS.items()]
     return "\n".join([*lines, "", "sparkgrpo COMMAND --help lists the options."])
 
 
@@ -227,4 +227,10 @@ def _in_module(name: str) -> Callable[[list[str]], int]:
 _COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "Train a model with GRPO on a task whose answers can be checked."),
     "eval": (_evaluate, "Measure a model's accuracy on held-out problems."),
+    "watch": (_in_module("watch"), "Follow a run on the terminal, while it goes or afterwards."),
+    "diagnose": (_in_module("diagnose"), "Say what a run suffers from, since when, and what to do."),
+    "report": (_in_module("report"), "Write one HTML file that shows a run."),
+    "compare": (_in_module("compare"), "Lay runs over each other: settings, accuracy, time."),
+    "experiment": (_in_module("experiment"), "Repeat an experiment of the lessons and say whether it came out so."),
+    "convert": (_in_module("convert"), "Write a run's metrics under the names of another trainer, or read TRL's log."),
 }

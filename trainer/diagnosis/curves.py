@@ -1,0 +1,183 @@
+"""The curves of a run as arrays over its steps, and the terms that the rules of diagnosis are written in.
+
+Every array has one entry a step, is NaN where nothing is known, and is causal: entry t depends on steps up to t alone,
+so a run that is still going and the same run read later get the same verdicts.
+
+Letters: T steps, E evaluations.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from sparkgrpo.trainer.dashboard import number
+
+Array = np.ndarray
+
+WINDOW, MIN_KNOWN = 10, 6
+TREND_WINDOW, MIN_TREND_WINDOW = 20, 8
+
+
+class Curves:
+    """Rows of metrics.jsonl and evals.jsonl, ascending by step.
+
+    Args:
+        steps: Lines of metrics.jsonl. evals: Lines of evals.jsonl.
+        config: The resolved configuration, from run.json.
+        run: The rest of run.json.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Mapping[str, object]],
+        evals: Sequence[Mapping[str, object]],
+        config: Mapping[str, object],
+        run: Mapping[str, object] | None = None,
+    ) -> None:
+        self.rows, self.config, self.run = steps, config, run or {}
+        self.T = len(steps)
+        self.step_T = np.array([number(row.get("step")) or 0.0 for row in steps])
+        known = [row for row in evals if number(row.get("accuracy")) is not None]
+        self.eval_step_E = np.array([number(row.get("step")) or 0.0 for row in known])
+        self.accuracy_E = np.array([number(row.get("accuracy")) for row in known], dtype=float)
+        self.accuracy_se_E = np.array([number(row.get("accuracy_se")) or 0.0 for row in known])
+        self._cached: dict[tuple[object, ...], Array] = {}
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
+        if key not in self._cached:
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # a window of nulls is NaN, as it should be
+                self._cached[key] = make()
+        return self._cached[key]
+
+    def setting(self, name: str, default: float) -> float:
+        """A number of the configuration."""
+        found = number(self.config.get(name))
+        return default if found is None else found
+
+    def has(self, key: str) -> bool:
+        """Whether the metric was ever known."""
+        return bool(np.isfinite(self.raw(key)).any())
+
+    def raw(self, key: str) -> Array:
+        """The metric at every step [T]."""
+        return self._once(
+            ("raw", key),
+            lambda: np.array([np.nan if (v := number(r.get(key))) is None else v for r in self.rows], dtype=float),
+        )
+
+    def med10(self, key: str) -> Array:
+        """Median of the last 10 values (6 at least, nulls left out) [T]."""
+        return self._once(("med10", key), lambda: rolling_median(self.raw(key), WINDOW, MIN_KNOWN))
+
+    def early(self, key: str) -> Array:
+        """Median of the first 10 values; NaN until 6 of them are known [T]."""
+        return self._once(("early", key), lambda: self._early(self.raw(key)))
+
+    def _early(self, raw_T: Array) -> Array:
+        found = np.full(self.T, np.nan)
+        first = raw_T[:WINDOW]
+        for t in range(min(self.T, WINDOW)):
+            known = first[: t + 1][np.isfinite(first[: t + 1])]
+            if len(known) >= MIN_KNOWN:
+                found[t] = np.median(known)
+        if self.T > WINDOW:
+            found[WINDOW:] = found[WINDOW - 1]
+        return found
+
+    def trend(self, key: str) -> tuple[Array, Array]:
+        """Mean of the last w steps less that of the w before, and what it has to exceed to be no noise; each [T].
+
+        w = min(20, step // 2), at least 8. The noise is estimated from differences of neighbours, so that a trend is
+        no noise: sigma = 1.4826 median |x_t - x_(t-1)| / sqrt(2), and the limit is 2 sigma sqrt(2 / w).
+        """
+        both = self._once(("trend", key), lambda: _trend(self.raw(key)))
+        return both[0], both[1]
+
+    def rising(self, key: str) -> Array:
+        """bool [T]: it rises by more than noise."""
+        change_T, limit_T = self.trend(key)
+        return np.nan_to_num(change_T, nan=-1.0) > np.nan_to_num(limit_T, nan=np.inf)
+
+    def falling(self, key: str) -> Array:
+        """bool [T]: it falls by more than noise, and by 0.05."""
+        change_T, limit_T = self.trend(key)
+        return (-np.nan_to_num(change_T) > np.nan_to_num(limit_T, nan=np.inf)) & (np.nan_to_num(change_T) <= -0.05)
+
+    @cached_property
+    def num_evals_T(self) -> Array:
+        """Evaluations known at each step [T]."""
+        return np.searchsorted(self.eval_step_E, self.step_T, side="right") if self.T else np.zeros(0, int)
+
+    def at_evals(self, of_prefix: Callable[[Array], float], at_least: int) -> Array:
+        """``of_prefix`` of the accuracies known at each step, NaN where there are fewer than ``at_least`` [T]."""
+        values = np.array(
+            [np.nan if n < at_least else of_prefix(self.accuracy_E[:n]) for n in range(len(self.accuracy_E) + 1)]
+        )
+        return values[self.num_evals_T]
+
+    @cached_property
+    def learning(self) -> Array:
+        """bool [T]: the share of right answers rises."""
+        return self.rising("frac_right")
+
+    @cached_property
+    def solved(self) -> Array:
+        """bool [T]: nearly all answers are right, held-out ones too where they were looked at."""
+        last_T = self.at_evals(lambda accuracy: accuracy[-1], 1)
+        return (self.med10("frac_right") >= 0.85) & ((last_T >= 0.8) | np.isnan(last_T))
+
+    @cached_property
+    def hurt(self) -> Array:
+        """bool [T]: it was better before: held-out by 0.08 (mean of the last two), or in training by 0.15."""
+        fall_T = self.at_evals(lambda accuracy: accuracy.max() - accuracy[-2:].mean(), 3)
+        return (fall_T >= 0.08) | (self.fall_from_best >= 0.15)
+
+    @cached_property
+    def fall_from_best(self) -> Array:
+        """How far the median of frac_right lies below its best so far [T]."""
+        now_T = self.med10("frac_right")
+        best_T = np.fmax.accumulate(now_T) if self.T else now_T
+        return best_T - now_T
+
+    @property
+    def is_one_update(self) -> bool:
+        """One optimiser update a batch: ratio and clip have nothing to do."""
+        return self.setting("inner_epochs", 1) * self.setting("mini_batches", 1) == 1
+
+
+def rolling_median(raw_T: Array, window: int, min_known: int) -> Array:
+    """Median of the last ``window`` entries, NaN where fewer than ``min_known`` of them are known [T]."""
+    if not len(raw_T):
+        return raw_T
+    padded = np.concatenate([np.full(window - 1, np.nan), raw_T])
+    sorted_TW = np.sort(np.lib.stride_tricks.sliding_window_view(padded, window), axis=1)  # NaN goes to the end
+    count_T = np.isfinite(sorted_TW).sum(axis=1)
+    rows = np.arange(len(raw_T))
+    low, high = np.maximum(count_T - 1, 0) // 2, count_T // 2
+    middle_T = (sorted_TW[rows, low] + sorted_TW[rows, np.minimum(high, window - 1)]) / 2
+    return np.where(count_T >= min_known, middle_T, np.nan)
+
+
+def run_length(condition_T: Array) -> Array:
+    """How many steps in a row, up to and with each, the condition held [T]."""
+    steps = np.arange(1, len(condition_T) + 1)
+    broken = np.maximum.accumulate(np.where(condition_T, 0, steps)) if len(condition_T) else steps
+    return steps - broken
+
+
+def _trend(raw_T: Array) -> Array:
+    T = len(raw_T)
+    change, limit = np.full(T, np.nan), np.full(T, np.nan)
+    widths = np.minimum(TREND_WINDOW, np.arange(1, T + 1) // 2)
+    difference = np.abs(np.diff(raw_T, prepend=np.nan))
+    for w in np.unique(widths[widths >= MIN_TREND_WINDOW]):
+        at = np.flatnonzero(widths == w)
+        index = at[:, None] - np.arange(2 * w)[None, ::-1]  # the last 2 w steps of each, in order; never negative
+        values, steps = raw_T[index], difference[index][:, 1:]
+        change[at] = np.nanmean(values[:, w:], axis=1) - np.nanmean(values[:, :w], axis=1)
+        sigma = 1.4826 * np.nanmedian(steps, axis=1) / np.sqrt(2)
+        limit[at] = 2 * sigma * np.sqrt(2 / w)
+    return np.stack([change, limit])
