@@ -118,7 +118,7 @@ def _sample_ids(kind: str, samples: Sequence[Mapping[str, object]], step: float)
 
 
 def _blame(verdicts: Sequence[Verdict]) -> None:
-    """Put what follows from another verdict beneath it; the cause becomes as severe as its worst consequence."""
+    """Put what follows from another verdict beneath it; the cause is as severe as its worst consequence."""
     by_id = {verdict.id: verdict for verdict in verdicts}
     for rule in RULES:
         verdict = by_id.get(rule.id)
@@ -128,7 +128,7 @@ def _blame(verdicts: Sequence[Verdict]) -> None:
             cause = by_id.get(cause_id)
             if cause is None or cause.severity == "info" or cause.because_of == verdict.id:
                 continue
-            if cause.last_step >= verdict.first_step - _NEAR_STEPS and (cause.is_active or not verdict.is_active):
+            if cause.last_step >= verdict.first_step - _NEAR_STEPS:
                 verdict.because_of = cause_id
                 break
     for verdict in verdicts:
@@ -136,8 +136,9 @@ def _blame(verdicts: Sequence[Verdict]) -> None:
         while root.because_of is not None and root.because_of not in seen:
             root = by_id[root.because_of]
             seen.add(root.id)
-        if verdict.is_active and _LEVELS.index(verdict.severity) > _LEVELS.index(root.severity):
-            root.severity = verdict.severity
+        if root is not verdict and verdict.is_active and verdict.severity != "info":
+            root.is_active, root.last_step = True, max(root.last_step, verdict.last_step)
+            root.severity = max(root.severity, verdict.severity, key=_LEVELS.index)
 
 
 def _ordered(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -120,8 +120,30 @@ class Curves:
 
     @cached_property
     def learning(self) -> Array:
-        """bool [T]: the share of right answers rises."""
-        return self.rising("frac_right")
+        """bool [T]: the share of right answers rises, by 0.02 at least."""
+        return self.rising("frac_right") & (np.nan_to_num(self.trend("frac_right")[0]) >= 0.02)
+
+    @cached_property
+    def right_noise(self) -> Array:
+        """Standard error of the median of 10 of frac_right, from differences of neighbours [T]."""
+        step_T = rolling_median(np.abs(np.diff(self.raw("frac_right"), prepend=np.nan)), 50, MIN_KNOWN)
+        return np.nan_to_num(1.4826 * step_T / np.sqrt(2) * np.sqrt(1.57 / WINDOW))
+
+    @cached_property
+    def fall_from_best(self) -> Array:
+        """How far the median of frac_right lies below its best so far [T]."""
+        now_T = self.med10("frac_right")
+        best_T = np.fmax.accumulate(now_T) if self.T else now_T
+        return best_T - now_T
+
+    @cached_property
+    def thriving(self) -> Array:
+        """bool [T]: more answers are right than at first (0.05), and hardly fewer than ever (0.05, or noise).
+
+        `learning` misses slow progress under the noise of small batches.
+        """
+        gained_T = self.med10("frac_right") - self.early("frac_right")
+        return (gained_T >= 0.05) & (self.fall_from_best <= np.maximum(0.05, 2.5 * self.right_noise))
 
     @cached_property
     def solved(self) -> Array:
@@ -131,16 +153,14 @@ class Curves:
 
     @cached_property
     def hurt(self) -> Array:
-        """bool [T]: it was better before: held-out by 0.08 (mean of the last two), or in training by 0.15."""
-        fall_T = self.at_evals(lambda accuracy: accuracy.max() - accuracy[-2:].mean(), 3)
-        return (fall_T >= 0.08) | (self.fall_from_best >= 0.15)
+        """bool [T]: it was better before: held-out by 0.08 (mean of the last two), or in training by 0.15.
 
-    @cached_property
-    def fall_from_best(self) -> Array:
-        """How far the median of frac_right lies below its best so far [T]."""
-        now_T = self.med10("frac_right")
-        best_T = np.fmax.accumulate(now_T) if self.T else now_T
-        return best_T - now_T
+        Both beyond noise: the best of many noisy values lies above the truth (2.5 and 5 standard errors).
+        """
+        fall_T = self.at_evals(lambda accuracy: accuracy.max() - accuracy[-2:].mean(), 3)
+        se = np.median(self.accuracy_se_E) if len(self.accuracy_se_E) else 0.0
+        by_training_T = self.fall_from_best >= np.maximum(0.15, 5 * self.right_noise)
+        return (fall_T >= max(0.08, 2.5 * float(se) * np.sqrt(1.5))) | by_training_T
 
     @property
     def is_one_update(self) -> bool:

@@ -58,8 +58,10 @@ def _length_racing(curves: Curves) -> Finding | str:
     right_T = curves.med10("len_right_mean") / curves.early("len_right_mean")
     gain_T = curves.at_evals(lambda accuracy: accuracy[-2:].max() - accuracy[0], 3)
     best_T = curves.at_evals(lambda accuracy: accuracy.max() - accuracy[0], 3)
-    follows_T = np.where(np.isnan(gain_T), curves.learning, (gain_T >= 0.05) & (gain_T >= 0.5 * best_T))
-    long_T = (now_T >= 1.5 * early_T) & ~follows_T
+    noise = 1.5 * np.sqrt(2) * float(np.median(curves.accuracy_se_E)) if len(curves.accuracy_se_E) else 0.0
+    is_better_T = (gain_T >= max(0.05, noise)) & (gain_T >= 0.5 * best_T)
+    follows_T = np.where(np.isnan(gain_T), curves.learning, is_better_T)
+    long_T = (now_T >= 1.5 * early_T) & ~follows_T & ~curves.solved
     bad_T = (cut_T >= 0.1) | (wrong_T >= 1.25 * right_T) | (now_T >= 2 * early_T)
     return Finding(
         severity_T=graded(curves, warn=long_T & bad_T, error=long_T & (cut_T >= 0.3) & (now_T >= 0.8 * cap)),
@@ -80,11 +82,11 @@ def _kl_runaway(curves: Curves) -> Finding | str:
         return "no KL is measured (beta 0)"
     now_T = curves.med10("kl_mean")
     then_T = _before(now_T, 10)
-    waits_T = ~(curves.learning | curves.solved)
+    waits_T = ~(curves.learning | curves.thriving | curves.solved)  # learning moves the policy: that is its point
     far_T = (now_T > 0.5) & waits_T
     return Finding(
         severity_T=graded(
-            curves, warn=far_T & (now_T >= 1.3 * then_T), error=far_T & ((now_T >= 2 * then_T) | curves.hurt)
+            curves, warn=far_T & (now_T >= 1.3 * then_T) & curves.rising("kl_mean"), error=far_T & ((now_T >= 2 * then_T) | curves.hurt)
         ),
         at_once_T=never(curves),
         say=lambda t: f"the KL to the reference is {now_T[t]:.2g} nats a token, {then_T[t]:.2g} ten steps before",
@@ -142,6 +144,7 @@ def _clip_one_sided(curves: Curves) -> Finding | str:
 
 def _grad_spikes(curves: Curves) -> Finding | str:
     raw_T = curves.raw("grad_norm")
+    raw_T = np.where(raw_T > 0, raw_T, np.nan)  # a batch of dead groups has none, and is no measure for the others
     median_T = rolling_median(raw_T, 50, 10)
     mad_T = rolling_median(np.abs(raw_T - median_T), 50, 10)
     spike_T = (raw_T > 3 * median_T) & (raw_T > median_T + 8 * 1.4826 * mad_T)
@@ -216,7 +219,7 @@ POLICY = (
         id="grad_spikes",
         title="spikes of the gradient",
         judge=_grad_spikes,
-        because_of=("kl_runaway", "nonfinite", "entropy_blowup"),
+        because_of=("kl_runaway", "nonfinite", "entropy_blowup", "entropy_collapse"),
         cures=("lower --max-grad-norm", "lower --lr", "look at the samples of these steps"),
     ),
 )

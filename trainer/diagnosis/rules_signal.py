@@ -41,7 +41,9 @@ def _dead_groups(curves: Curves) -> Finding | str:
     if curves.config.get("advantage") == "none":
         return "the advantage compares with no sibling"
     now_T, raw_T = curves.med10("frac_zero_std"), curves.raw("frac_zero_std")
-    waits_T = ~(curves.learning | curves.solved)
+    # Solved by training is no disease; problems that were easy from the start teach nothing.
+    earned_T = curves.solved & ~(curves.early("frac_right") >= 0.85)
+    waits_T = ~(curves.learning | earned_T)
     right_T = curves.med10("frac_all_right") >= 0.95
     dead_T = raw_T == 1
     streak_T = run_length(dead_T)
