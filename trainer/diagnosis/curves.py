@@ -173,12 +173,8 @@ def rolling_median(raw_T: Array, window: int, min_known: int) -> Array:
     if not len(raw_T):
         return raw_T
     padded = np.concatenate([np.full(window - 1, np.nan), raw_T])
-    sorted_TW = np.sort(np.lib.stride_tricks.sliding_window_view(padded, window), axis=1)  # NaN goes to the end
-    count_T = np.isfinite(sorted_TW).sum(axis=1)
-    rows = np.arange(len(raw_T))
-    low, high = np.maximum(count_T - 1, 0) // 2, count_T // 2
-    middle_T = (sorted_TW[rows, low] + sorted_TW[rows, np.minimum(high, window - 1)]) / 2
-    return np.where(count_T >= min_known, middle_T, np.nan)
+    windows_TW = np.lib.stride_tricks.sliding_window_view(padded, window)
+    return np.where(np.isfinite(windows_TW).sum(axis=1) >= min_known, _known_median(windows_TW), np.nan)
 
 
 def run_length(condition_T: Array) -> Array:
@@ -188,16 +184,43 @@ def run_length(condition_T: Array) -> Array:
     return steps - broken
 
 
+def direction(values: Sequence[float | None]) -> int:
+    """1, -1 or 0: whether the newest values rise or fall by more than noise (the terms of `Curves.trend`)."""
+    raw_T = np.array([np.nan if value is None else value for value in values], dtype=float)
+    w = min(TREND_WINDOW, len(raw_T) // 2)
+    if w < MIN_TREND_WINDOW:
+        return 0
+    change, limit = _changes(raw_T[None, -2 * w :], w)
+    return int(np.sign(change[0])) if abs(np.nan_to_num(change[0])) > np.nan_to_num(limit[0], nan=np.inf) else 0
+
+
 def _trend(raw_T: Array) -> Array:
     T = len(raw_T)
     change, limit = np.full(T, np.nan), np.full(T, np.nan)
     widths = np.minimum(TREND_WINDOW, np.arange(1, T + 1) // 2)
-    difference = np.abs(np.diff(raw_T, prepend=np.nan))
     for w in np.unique(widths[widths >= MIN_TREND_WINDOW]):
         at = np.flatnonzero(widths == w)
         index = at[:, None] - np.arange(2 * w)[None, ::-1]  # the last 2 w steps of each, in order; never negative
-        values, steps = raw_T[index], difference[index][:, 1:]
-        change[at] = np.nanmean(values[:, w:], axis=1) - np.nanmean(values[:, :w], axis=1)
-        sigma = 1.4826 * np.nanmedian(steps, axis=1) / np.sqrt(2)
-        limit[at] = 2 * sigma * np.sqrt(2 / w)
+        change[at], limit[at] = _changes(raw_T[index], w)
     return np.stack([change, limit])
+
+
+def _changes(values_NW: Array, w: int) -> tuple[Array, Array]:
+    """Mean of the last w less mean of the first w of each row, and two standard errors of that [N]."""
+    change_N = _known_mean(values_NW[:, w:]) - _known_mean(values_NW[:, :w])
+    sigma_N = 1.4826 * _known_median(np.abs(np.diff(values_NW, axis=1))) / np.sqrt(2)
+    return change_N, 2 * sigma_N * np.sqrt(2 / w)
+
+
+def _known_mean(values_NW: Array) -> Array:
+    known = np.isfinite(values_NW)
+    count_N = known.sum(axis=1)
+    return np.where(count_N > 0, np.where(known, values_NW, 0.0).sum(axis=1) / np.maximum(count_N, 1), np.nan)
+
+
+def _known_median(values_NW: Array) -> Array:
+    sorted_NW = np.sort(values_NW, axis=1)  # NaN goes to the end
+    count_N = np.isfinite(sorted_NW).sum(axis=1)
+    rows = np.arange(len(values_NW))
+    low, high = np.maximum(count_N - 1, 0) // 2, np.minimum(count_N // 2, values_NW.shape[1] - 1)
+    return np.where(count_N > 0, (sorted_NW[rows, low] + sorted_NW[rows, high]) / 2, np.nan)

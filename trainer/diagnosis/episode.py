@@ -36,6 +36,8 @@ def episode_of(severity_T: Sequence[int], at_once_T: Sequence[int]) -> Episode |
         severity_T: Severity of the condition at each step, which has to last.
         at_once_T: Severity of the condition that raises at once.
     """
+    if not any(severity_T) and not any(at_once_T):
+        return None
     found: Episode | None = None
     streak = [0, 0, 0, 0]
     absent = [CLEAR_AFTER] * 4  # steps since a severity, or a worse one, was seen last

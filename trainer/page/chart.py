@@ -205,9 +205,7 @@ def _y_labels(ticks: Sequence[float], low: float, high: float, is_log: bool) -> 
 def _tick_text(tick: float, span: float) -> str:
     if abs(tick) >= 1e4 or (span < 1e-3 and tick):
         return short(tick)
-    digits = max(0, 1 - math.floor(math.log10(span)))
-    text = f"{tick:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{0.0 if abs(tick) < 1e-9 * span else tick:.4g}"
 
 
 def _x_labels(x_range: tuple[float, float]) -> str:
