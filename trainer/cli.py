@@ -24,6 +24,7 @@ from sparkgrpo.trainer.hostile_text import visible_text
 from sparkgrpo.trainer.option_parser import OptionParser, new_parser, parse_options
 from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
+from sparkgrpo.trainer.sinks import check_sinks
 
 SECTIONS: tuple[tuple[str, str], ...] = (
     ("what to train", "model lora_rank lora_alpha lora_targets task numbers reward preset seed steps"),
@@ -40,7 +41,7 @@ SECTIONS: tuple[tuple[str, str], ...] = (
     ),
     ("optimiser", "lr lr_factor lr_schedule warmup_steps adam_beta1 adam_beta2 adam_eps weight_decay max_grad_norm"),
     ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
-    ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain"),
+    ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain sink"),
 )
 _EVAL_FIELDS = "model task numbers eval_problems max_new_tokens eval_temperature seed device precision num_threads"
 
@@ -88,6 +89,7 @@ def _train(arguments: list[str]) -> int:
     config, user_set, notes = _settled(options, None if config_file is None else str(config_file))
     if not config.resume:
         check_new_folder(Path(config.run_dir))
+    check_sinks(config.sink)
     from sparkgrpo.trainer.run import train  # imports PyTorch and transformers: seconds, after all cheap checks
 
     view = make_view(config.plain)

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from sparkgrpo.trainer.dashboard import Eta, duration, number, percent, short
-from sparkgrpo.trainer.diagnose import diagnose_rows
 from sparkgrpo.trainer.diagnosis.curves import direction
+from sparkgrpo.trainer.diagnosis.live import ThrottledDiagnosis
 from sparkgrpo.trainer.diagnosis.rule import Diagnosis
 from sparkgrpo.trainer.hostile_text import visible_text
 from sparkgrpo.trainer.metrics import PHASES
@@ -74,6 +74,7 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._frame)
         self._drawn_s = 0.0
         self._all_steps: list[Row] = []
+        self._throttled = ThrottledDiagnosis()
 
     def start(self, facts: Row) -> None:
         """Take over the lower part of the terminal."""
@@ -115,7 +116,8 @@ class LiveView:
         if time.monotonic() - self._drawn_s >= _MIN_REDRAW_S:
             config = self.state.facts.get("config")
             if isinstance(config, Mapping):
-                self.state.diagnosis = diagnose_rows(self._all_steps, self.state.evaluations, config)
+                self._throttled.ask(self._all_steps, self.state.evaluations, config)
+                self.state.diagnosis = self._throttled.latest
             self._live.refresh()
             self._drawn_s = time.monotonic()
 

@@ -109,8 +109,30 @@ METRICS: tuple[Metric, ...] = (
     Metric("tok_per_s", "completion tokens / t_gen", "tokens/s"),
     Metric("decode_gbps", "bytes that the decode steps have to move / t_gen_decode", "GB/s"),
     Metric("graph_coverage", "decode steps that replayed a CUDA graph / all; null on a CPU", "fraction"),
+    Metric("train_tflops", "floating-point work of the update / (t_old + t_ref + t_train); null without a count", "TFLOP/s"),
+    Metric("frac_decode_roofline", "decode_gbps / today's measured read; null without a probe", "fraction"),
+    Metric("frac_train_roofline", "train_tflops / today's measured product; null without a probe", "fraction"),
+    Metric("mem_reserved_bytes", "memory that the allocator holds; null on a CPU", "bytes"),
+    Metric("mem_available_min_bytes", "lowest MemAvailable of the host in this step; null if nobody looked", "bytes"),
+    Metric("sm_clock_mhz", "clock of the GPU at the end of t_train; null where the driver does not say", "MHz"),
+    Metric("temp_c", "temperature of the GPU at the end of t_train; null like it", "degrees Celsius"),
+    Metric("power_w", "power of the GPU at the end of t_train; null like it", "W"),
     Metric("mem_peak_bytes", "peak memory of the device; on the CPU, peak resident memory of the process", "bytes"),
 )
+
+EVAL_METRICS: tuple[Metric, ...] = (
+    Metric("v", "version of the meaning of the keys"),
+    Metric("step", "updates before it: 0, every eval_every, the last"),
+    Metric("num_problems", "held-out problems, the same at every step"),
+    Metric("accuracy", "right answers by the strict check / problems", "fraction"),
+    Metric("accuracy_se", "standard error of it by the number of problems", "fraction"),
+    Metric("right_bits", "hexadecimal, a bit a problem in their order: runs and steps compare pairwise"),
+    Metric("reward_mean", "mean reward of the strict check"),
+    Metric("len_mean", "mean length of an answer", "tokens"),
+    Metric("frac_truncated", "answers that ended at the token limit / all", "fraction"),
+    Metric("reason/", "share of answers with this reason code", "fraction"),
+)
+"""The keys of evals.jsonl."""
 
 PHASES = ("t_gen", "t_reward", "t_old", "t_ref", "t_train", "t_opt", "t_eval", "t_other")
 """The phases that add up to t_step, in the order of a step."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from sparkgrpo.trainer.checkpoint import (
 )
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dashboard import RunView
+from sparkgrpo.trainer.diagnosis.live import LiveDiagnosis, verdict_event, verdict_sentence
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.flash_attention import load_varlen
@@ -37,11 +39,14 @@ from sparkgrpo.trainer.reference import frozen_copy
 from sparkgrpo.trainer.resume import restore
 from sparkgrpo.trainer.reward_check import MAX_UNSCORED_STEPS
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.report import write_report
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
+from sparkgrpo.trainer.run_reader import read_record
 from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
-from sparkgrpo.trainer.settings import config_sha256
+from sparkgrpo.trainer.settings import config_json, config_sha256
+from sparkgrpo.trainer.sinks import Sinks, make_sinks
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
 from sparkgrpo.trainer.tasks.base import Problem, Task
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
@@ -97,9 +102,13 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
     with log, stop_flag() as is_asked_to_stop:
-        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress)
+        readers = _readers(config, log, view, progress.step)
+        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, **readers)
         run.begin(model_name)
-        run.train(is_asked_to_stop)
+        try:
+            run.train(is_asked_to_stop)
+        finally:
+            run.sinks.close()
         assert progress.eval_before is not None
         is_stopped = progress.step < config.steps
         result = TrainResult(
@@ -112,7 +121,29 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
         log.finish("stopped" if is_stopped else "finished", facts)
+    _report(log.folder, view)
     return result
+
+
+def _readers(config: Config, log: RunLog, view: RunView, step: int) -> dict[str, Any]:
+    """Who reads along: loggers, and a diagnosis that knows the steps before a resume."""
+
+    def warn(text: str) -> None:
+        log.event("warning", {"text": text})
+        view.note(text)
+
+    record = read_record(log.folder)
+    before = [[row for row in rows if int(str(row["step"])) <= step] for rows in (record.steps, record.evals)]
+    diagnosis = LiveDiagnosis(config_json(config), steps=before[0], evals=before[1], warn=warn)
+    return {"diagnosis": diagnosis, "sinks": make_sinks(config.sink, log.folder, warn)}
+
+
+def _report(folder: Path, view: RunView) -> None:
+    """Write report.html; a run that is done is not lost for a page that could not be made."""
+    try:
+        view.note(f"report: {write_report(folder, folder / 'report.html')}")
+    except Exception as error:
+        view.note(f"no report ({type(error).__name__}: {error}); the run folder has everything")
 
 
 def evaluate_command(config: Config) -> dict[str, object]:
@@ -228,6 +259,8 @@ class Run:
     log: RunLog
     view: RunView
     progress: Progress
+    diagnosis: LiveDiagnosis
+    sinks: Sinks
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
 
@@ -250,8 +283,10 @@ class Run:
                 "first_step": self.progress.step + 1,
                 "eval_every": config.eval_every,
                 "num_params": num_params,
+                "config": config_json(config),
             }
         )
+        self.sinks.open(read_record(self.log.folder).run)
         for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
@@ -304,6 +339,8 @@ class Run:
         row = evaluation.row(step)
         self.log.evaluation(row)
         self.view.evaluation(row)
+        self.sinks.evaluation(row)
+        self.diagnosis.evaluation(row)
         for sample in heldout_samples(evaluation, step, self.config.num_samples):
             self._keep_sample(sample)
 
@@ -339,6 +376,10 @@ class Run:
         }
         self.log.metrics(line)
         self.view.step(line)
+        self.sinks.step(line)
+        for verdict in self.diagnosis.step(line, is_last=self.progress.step == self.config.steps):
+            self.log.event("verdict", {"step": self.progress.step, **verdict_event(verdict)})
+            self.view.note(verdict_sentence(verdict))
         error = clock_error(seconds)
         for text in (*result.warnings, *([] if error is None else [error])):
             self.log.event("warning", {"step": self.progress.step, "text": text})

@@ -120,7 +120,9 @@ class Curves:
 
     @cached_property
     def learning(self) -> Array:
-        """bool [T]: the share of right answers rises, by 0.02 at least."""
+        """bool [T]: the share of right answers rises, by 0.02 at least; where it is not known, the reward."""
+        if not self.has("frac_right"):
+            return self.rising("reward_mean")
         return self.rising("frac_right") & (np.nan_to_num(self.trend("frac_right")[0]) >= 0.02)
 
     @cached_property
@@ -165,6 +167,8 @@ class Curves:
     @property
     def is_one_update(self) -> bool:
         """One optimiser update a batch: ratio and clip have nothing to do."""
+        if self.config.keys().isdisjoint(("inner_epochs", "mini_batches")):  # another trainer's log
+            return not np.nan_to_num(self.raw("clip_frac")).any()
         return self.setting("inner_epochs", 1) * self.setting("mini_batches", 1) == 1
 
 

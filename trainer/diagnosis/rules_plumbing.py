@@ -41,6 +41,8 @@ def _verifier_errors(curves: Curves) -> Finding | str:
 
 
 def _identity_broken(curves: Curves) -> Finding | str:
+    if "source" in curves.run:
+        return "the run is another trainer's"
     is_first_T = curves.step_T == 1
     kl_T, ratio_T, clip_T = (curves.raw(key) for key in ("kl_mean", "ratio_max", "clip_frac"))
     broken_T = is_first_T & (np.nan_to_num(kl_T) != 0)
