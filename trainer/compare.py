@@ -130,9 +130,10 @@ def _differences(records: Sequence[RunRecord]) -> dict[str, list[object]]:
     keys = dict.fromkeys(key for record in records for key in record.config)
     found = {}
     for key in keys:
-        values = [record.config.get(key) for record in records]
-        if key not in _NO_DIFFERENCE and any(value != values[0] for value in values):
-            found[str(key)] = values
+        # A setting that one run does not have came with a later version: whether it differs is not known.
+        known = [record.config[key] for record in records if key in record.config]
+        if key not in _NO_DIFFERENCE and any(value != known[0] for value in known):
+            found[str(key)] = [record.config.get(key, "-") for record in records]
     return found
 
 

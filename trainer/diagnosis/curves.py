@@ -40,6 +40,7 @@ class Curves:
         self.T = len(steps)
         self.step_T = np.array([number(row.get("step")) or 0.0 for row in steps])
         known = [row for row in evals if number(row.get("accuracy")) is not None]
+        self.eval_rows = known
         self.eval_step_E = np.array([number(row.get("step")) or 0.0 for row in known])
         self.accuracy_E = np.array([number(row.get("accuracy")) for row in known], dtype=float)
         self.accuracy_se_E = np.array([number(row.get("accuracy_se")) or 0.0 for row in known])

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from sparkgrpo.trainer.dashboard import number
 from sparkgrpo.trainer.diagnosis.curves import Array, Curves, rolling_median
 from sparkgrpo.trainer.diagnosis.rule import Finding, Rule, at_once, graded, never, numbers_at
 
@@ -47,6 +48,26 @@ def _entropy_blowup(curves: Curves) -> Finding | str:
         say=lambda t: f"entropy rose from {early_T[t]:.3g} to {now_T[t]:.3g} nats a token: the policy turns to noise",
         evidence=lambda t: numbers_at(curves, t, ("med10(entropy_mean)", "early(entropy_mean)", "med10(frac_right)"))
         | {"fall of frac_right from its best": float(np.nan_to_num(curves.fall_from_best[t]))},
+    )
+
+
+def _accuracy_collapse(curves: Curves) -> Finding | str:
+    """A policy that breaks within its first steps leaves no healthy stretch for the other rules to compare with."""
+    if len(curves.accuracy_E) < 2:
+        return "fewer than two evaluations" if len(curves.accuracy_E) else "no evaluation"
+    best = np.maximum.accumulate(curves.accuracy_E)
+    least_se = np.array([0.5 / max(number(row.get("num_problems")) or 1.0, 1.0) for row in curves.eval_rows])
+    broken = curves.accuracy_E + 2 * np.maximum(curves.accuracy_se_E, least_se) < best / 2
+    broken_T = np.concatenate([[False], broken])[curves.num_evals_T]
+    last_T = curves.at_evals(lambda accuracy: accuracy[-1], 1)
+    best_T = curves.at_evals(lambda accuracy: accuracy.max(), 1)
+    return Finding(
+        severity_T=graded(curves, error=broken_T),
+        at_once_T=never(curves),
+        say=lambda t: f"held-out accuracy fell to {100 * last_T[t]:.0f} % and was {100 * best_T[t]:.0f} %: "
+        "the policy is broken, and what else is wrong follows from that",
+        evidence=lambda t: numbers_at(curves, t, ("med10(frac_right)", "med10(len_mean)", "entropy_mean", "lr"))
+        | {"accuracy": float(last_T[t]), "best accuracy": float(best_T[t])},
     )
 
 
@@ -183,10 +204,17 @@ POLICY = (
         cures=("lower --lr", "go on from the checkpoint before"),
     ),
     Rule(
+        id="accuracy_collapse",
+        title="the policy has unlearnt the task",
+        judge=_accuracy_collapse,
+        because_of=("nonfinite", "engine_gap", "reward_hacking", "kl_runaway", "entropy_collapse", "entropy_blowup"),
+        cures=("lower --lr", "keep a leash (--beta 0.04)", "go on from the checkpoint before"),
+    ),
+    Rule(
         id="length_racing",
         title="answers grow and accuracy does not",
         judge=_length_racing,
-        because_of=("entropy_blowup", "reward_hacking", "kl_runaway"),
+        because_of=("entropy_blowup", "reward_hacking", "kl_runaway", "accuracy_collapse"),
         cures=("--normaliser token or constant", "a soft penalty on overlong answers"),
     ),
     Rule(
@@ -219,7 +247,7 @@ POLICY = (
         id="grad_spikes",
         title="spikes of the gradient",
         judge=_grad_spikes,
-        because_of=("kl_runaway", "nonfinite", "entropy_blowup", "entropy_collapse"),
+        because_of=("kl_runaway", "nonfinite", "entropy_blowup", "entropy_collapse", "accuracy_collapse"),
         cures=("lower --max-grad-norm", "lower --lr", "look at the samples of these steps"),
     ),
 )

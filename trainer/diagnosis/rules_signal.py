@@ -139,7 +139,7 @@ SIGNAL = (
         id="truncation",
         title="answers are cut off",
         judge=_truncation,
-        because_of=("length_racing", "entropy_blowup"),
+        because_of=("length_racing", "entropy_blowup", "accuracy_collapse"),
         sample_kind="truncated",
         cures=(
             "raise --max-new-tokens",
@@ -159,6 +159,7 @@ SIGNAL = (
             "entropy_blowup",
             "kl_runaway",
             "reward_hacking",
+            "accuracy_collapse",
         ),
         sample_kind="wrong",
     ),
@@ -166,7 +167,7 @@ SIGNAL = (
         id="plateau",
         title="accuracy stands still",
         judge=_plateau,
-        because_of=("dead_groups", "truncation", "kl_strangled", "not_moving", "reward_hacking"),
+        because_of=("dead_groups", "truncation", "kl_strangled", "not_moving", "reward_hacking", "accuracy_collapse"),
         cures=("mend the largest waste first", "take harder problems if most are solved", "raise --lr a little"),
     ),
 )

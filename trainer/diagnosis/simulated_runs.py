@@ -222,6 +222,11 @@ def _blowup(rng: np.random.Generator, course: _Course, begin: int) -> None:
     course.ability_T = course.ability_T - up * rng.uniform(3.0, 6.0)
 
 
+def _broken(rng: np.random.Generator, course: _Course, begin: int) -> None:
+    course.ability_T = np.maximum(course.ability_T, -0.5) - 7 * _ramp(len(course.ability_T), 1, rng.uniform(1, 10))
+    course.kl_T = course.kl_T * 0.3
+
+
 def _racing(rng: np.random.Generator, course: _Course, begin: int) -> None:
     up = _ramp(len(course.ability_T), begin + 15, rng.uniform(20, 40))
     course.ability_T = np.full(len(up), rng.uniform(-1.5, 0.3)) + _wander(rng, len(up), 0.1)
@@ -259,6 +264,7 @@ DISEASES: Mapping[str, tuple[str, Callable[[np.random.Generator, _Course, int], 
     "cut off": ("truncation", _cut_off),
     "collapse": ("entropy_collapse", _collapse),
     "noise": ("entropy_blowup", _blowup),
+    "broken early": ("accuracy_collapse", _broken),
     "length": ("length_racing", _racing),
     "runaway": ("kl_runaway", _runaway),
     "hacking": ("reward_hacking", _hacking),

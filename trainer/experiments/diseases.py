@@ -64,6 +64,7 @@ def sloppy_verifier(bench: Bench) -> Outcome:
 
 def starved(bench: Bench) -> Outcome:
     """Are groups dead on either side: problems too hard, and problems too easy? And does a larger group help?"""
+    hard_4 = seeds_of(bench, "starved-hard-4", {"numbers": "4", "group_size": 4, **_BATCH})
     hard_8 = seeds_of(bench, "starved-hard-8", {"numbers": "4", **_BATCH})
     hard_16 = seeds_of(bench, "starved-hard-16", {"numbers": "4", "group_size": 16, **_BATCH})
     easy = seeds_of(bench, "starved-easy", {"numbers": "2"})
@@ -82,7 +83,7 @@ def starved(bench: Bench) -> Outcome:
     ]
     dead = [[last_mean(record, "frac_zero_std", 30) for record in records] for records in (hard_8, hard_16)]
     predicted = [_as_if_8(record) for record in hard_16]
-    outcome = Outcome(name="starved", runs=folders(hard_8, hard_16, easy, again))
+    outcome = Outcome(name="starved", runs=folders(hard_4, hard_8, hard_16, easy, again))
     outcome.checks = [
         expect_larger("4 numbers: fewer dead groups with G 16 than with G 8", dead[0], dead[1]),
         expect(
@@ -90,8 +91,8 @@ def starved(bench: Bench) -> Outcome:
             f"{with_range(predicted)} against {with_range(dead[0])}",
             abs(fmean(predicted) - fmean(dead[0])) < 0.05,
         ),
-        named(hard_8, "warn", ("dead_groups",), "dead_groups (all wrong)"),
-        _side(hard_8, "all wrong"),
+        named(hard_4, "warn", ("dead_groups",), "dead_groups (all wrong) with G 4"),
+        _side(hard_4, "all wrong"),
         named(again, "warn", ("dead_groups",), "dead_groups (all right) when training goes on on solved problems"),
         _side(again, "all right"),
     ]
@@ -104,7 +105,7 @@ def starved(bench: Bench) -> Outcome:
         "Dead groups, 4 numbers (hard) and 2 numbers (easy)",
         "frac_zero_std",
         "share of groups",
-        {"4 numbers, G 8": hard_8, "4 numbers, G 16": hard_16, "2 numbers": easy, "2 numbers, again": again},
+        {"4 numbers, G 4": hard_4, "4 numbers, G 8": hard_8, "4 numbers, G 16": hard_16, "2 numbers": easy, "2 numbers, again": again},
     )
     return outcome
 

@@ -186,7 +186,7 @@ def _shape(i: int, part: _Drawn, xs: tuple[float, float], ys: tuple[float, float
     x, y = thinned(part.series.x, part.top)
     line = points(x, y)
     dash = _DASHES[i % len(_DASHES)]
-    style = f' stroke-dasharray="{dash}"' if dash and part.series.kind == "line" else ""
+    style = f' stroke-dasharray="{dash}"' if dash else ""
     path = f'<path class="line c{i % 8}"{style} d="M{"L".join(line)}"/>' if len(line) > 1 else ""
     if part.series.kind == "dots" or len(line) == 1:
         path += f'<path class="dots c{i % 8}" d="{"".join(f"M{point}h0" for point in line)}"/>'
@@ -224,7 +224,7 @@ def short_count(value: float) -> str:
 
 
 def _legend(i: int, series: Series) -> str:
-    dash = _DASHES[i % len(_DASHES)] if series.kind == "line" else ""
+    dash = _DASHES[i % len(_DASHES)]
     style = f' stroke-dasharray="{dash}"' if dash else ""
     shape = (
         f'<rect class="fill c{i % 8}" width="24" height="10"/>'
