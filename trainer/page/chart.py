@@ -7,6 +7,7 @@ legend's values follow the crosshair, by the page's script.
 Letters: P points that are drawn, at most 500 a series: minimum and maximum of each bucket, so that no spike is lost.
 """
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from sparkgrpo.trainer.dashboard import short
-from sparkgrpo.trainer.page.markup import escaped
+from sparkgrpo.trainer.page.markup import column_key, escaped
 
 Array = np.ndarray
 
@@ -234,7 +235,7 @@ def _legend(i: int, series: Series) -> str:
     )
     return (
         f'<li><svg class="key" width="24" height="10" aria-hidden="true">{shape}</svg> '
-        f'<span>{escaped(series.label, 60)}</span> <output data-key="{escaped(series.key, 120)}"></output></li>'
+        f'<span>{escaped(series.label, 60)}</span> <output data-key="{html.escape(column_key(series.key))}"></output></li>'
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from sparkgrpo.trainer.compare import Comparison, held_values, x_axis
 from sparkgrpo.trainer.dashboard import duration, number, percent, short
 from sparkgrpo.trainer.page.chart import Chart, Series, chart_html, short_count
-from sparkgrpo.trainer.page.markup import escaped, four_digits, json_script, page
+from sparkgrpo.trainer.page.markup import column_key, escaped, four_digits, json_script, page
 from sparkgrpo.trainer.run_reader import Row, RunRecord
 
 _GRID_POINTS = 500
@@ -88,7 +88,7 @@ def _data(charts: Sequence[Chart], x_range: tuple[float, float], axis: str) -> d
     if axis == "step":
         grid = np.unique(grid.round())
     columns = {
-        series.key: [four_digits(value) for value in held_values(series.x.tolist(), series.y.tolist(), grid)]
+        column_key(series.key): [four_digits(value) for value in held_values(series.x.tolist(), series.y.tolist(), grid)]
         for chart in charts
         for series in chart.series
     }

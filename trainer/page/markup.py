@@ -24,6 +24,11 @@ def escaped(text: object, max_chars: int = 200) -> str:
     return html.escape(visible_text(str(text), max_chars))
 
 
+def column_key(key: str) -> str:
+    """A key of the page's data, the same in the data and in the attribute that asks for it."""
+    return visible_text(key, 120)
+
+
 def escaped_block(text: object, *, head: int, tail: int) -> str:
     """Text of several lines for HTML; its middle is left out where it is longer than head + tail characters."""
     return html.escape(readable_text(str(text), head=head, tail=tail))

@@ -10,6 +10,7 @@ from sparkgrpo.trainer.diagnosis.dead_groups import fit_pass_rates, recent_count
 from sparkgrpo.trainer.diagnosis.rule import Diagnosis
 from sparkgrpo.trainer.metrics import PHASES
 from sparkgrpo.trainer.page.chart import Chart, Mark, Series
+from sparkgrpo.trainer.page.markup import column_key, four_digits
 from sparkgrpo.trainer.run_reader import RunRecord
 
 MAX_REASONS = 7
@@ -174,8 +175,6 @@ def chart_data(charts: Sequence[Chart], record: RunRecord, max_rows: int) -> dic
     Args:
         max_rows: More steps than that are thinned evenly, first and last kept.
     """
-    from sparkgrpo.trainer.page.markup import four_digits
-
     rows_of = {int(number(row.get("step")) or 0): row for row in record.steps}
     evals_of = {int(number(row.get("step")) or 0): row for row in record.evals}
     steps = sorted(rows_of.keys() | evals_of.keys())
@@ -186,7 +185,8 @@ def chart_data(charts: Sequence[Chart], record: RunRecord, max_rows: int) -> dic
         key for row in record.steps for key, value in row.items() if number(value) is not None and key not in ("v", "step")
     )
     columns: dict[str, list[object]] = {
-        key: [four_digits(number(rows_of[step].get(key))) if step in rows_of else None for step in steps] for key in keys
+        column_key(key): [four_digits(number(rows_of[step].get(key))) if step in rows_of else None for step in steps]
+        for key in keys
     }
     columns["eval/accuracy"] = [
         four_digits(number(evals_of[step].get("accuracy"))) if step in evals_of else None for step in steps
@@ -194,7 +194,7 @@ def chart_data(charts: Sequence[Chart], record: RunRecord, max_rows: int) -> dic
     known = set(columns)
     for chart in charts:  # what charts derive: caps, GiB, the rest of the reasons
         for series in chart.series:
-            if series.key not in known and chart.off is None:
+            if column_key(series.key) not in known and chart.off is None:
                 value_at = dict(zip(series.x.tolist(), series.y.tolist(), strict=True))
-                columns[series.key] = [four_digits(value_at.get(float(step))) for step in steps]
+                columns[column_key(series.key)] = [four_digits(value_at.get(float(step))) for step in steps]
     return {"steps": steps, "columns": columns}
