@@ -107,6 +107,7 @@ def _sample_ids(kind: str, samples: Sequence[Mapping[str, object]], step: float)
         "right": lambda row: row.get("reason") == "ok",
         "truncated": lambda row: row.get("finish") == "length",
         "best": lambda row: row.get("split") == "train",
+        "none": lambda row: False,
     }.get(kind, lambda row: True)
     named = [row for row in samples if isinstance(row.get("sample_id"), str) and fits(row)]
 

@@ -14,7 +14,7 @@ from sparkgrpo.trainer.diagnose import diagnose
 from sparkgrpo.trainer.diagnosis.rule import Diagnosis, Verdict
 from sparkgrpo.trainer.metrics import PHASES, metric_of
 from sparkgrpo.trainer.page.chart import chart_html, short_count
-from sparkgrpo.trainer.page.markup import escaped, json_script, page
+from sparkgrpo.trainer.page.markup import escaped, json_script, page, sample_anchor
 from sparkgrpo.trainer.page.run_charts import chart_data, run_charts
 from sparkgrpo.trainer.page.sample_groups import sample_section
 from sparkgrpo.trainer.run_reader import RunRecord, read_record
@@ -135,13 +135,14 @@ def _verdict(verdict: Verdict) -> str:
     state = "active" if verdict.is_active else f"cleared after step {verdict.last_step}"
     follows = f", follows from {verdict.because_of}" if verdict.because_of else ""
     numbers = ", ".join(f"{name} {short(value)}" for name, value in verdict.evidence.items())
-    samples = f"; samples {', '.join(verdict.sample_ids)}" if verdict.sample_ids else ""
+    links = ", ".join(f'<a href="#{sample_anchor(name)}">{escaped(name, 60)}</a>' for name in verdict.sample_ids)
+    samples = f"; samples {links}" if links else ""
     cures = "" if verdict.because_of else f"<ol>{''.join(f'<li>{escaped(cure)}</li>' for cure in verdict.cures)}</ol>"
     return (
         f'<section class="verdict {verdict.severity}{" follows" if verdict.because_of else ""}">'
         f'<h3><span class="level">{verdict.severity}</span>{escaped(verdict.id)}: {escaped(verdict.title)}</h3>'
         f"<p>Since step {verdict.first_step}, {escaped(state + follows)}. {escaped(verdict.text, 500)}.</p>"
-        f'<p class="numbers">{escaped(numbers + samples, 1000)}</p>{cures}</section>'
+        f'<p class="numbers">{escaped(numbers, 1000)}{samples}</p>{cures}</section>'
     )
 
 

@@ -40,7 +40,7 @@ class Rule:
     because_of: tuple[str, ...] = ()
     """Diseases that it follows from: beside one of them it is no verdict of its own."""
     sample_kind: str = "any"
-    """Which samples show it: any, wrong, right, truncated, best."""
+    """Which samples show it: any, wrong, right, truncated, best, none."""
 
 
 def graded(curves: Curves, *, info: Array | None = None, warn: Array | None = None, error: Array | None = None) -> Array:

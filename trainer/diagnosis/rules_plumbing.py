@@ -138,6 +138,7 @@ def _greedy_is_broken(curves: Curves) -> Finding | str:
 PLUMBING = (
     Rule(
         id="nonfinite",
+        sample_kind="none",
         title="numbers that are not finite",
         judge=_nonfinite,
         cures=(
@@ -154,6 +155,7 @@ PLUMBING = (
     ),
     Rule(
         id="identity_broken",
+        sample_kind="none",
         title="a number that must be exactly 0 or 1 is not",
         judge=_identity_broken,
         cures=(
@@ -170,12 +172,14 @@ PLUMBING = (
     ),
     Rule(
         id="not_moving",
+        sample_kind="none",
         title="the weights do not move",
         judge=_not_moving,
         cures=("keep fp32 master weights: bf16 absorbs small updates", "raise --lr"),
     ),
     Rule(
         id="engine_gap",
+        sample_kind="none",
         title="sampler and trainer disagree",
         judge=_engine_gap,
         cures=(

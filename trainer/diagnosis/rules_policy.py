@@ -226,6 +226,7 @@ POLICY = (
     ),
     Rule(
         id="kl_strangled",
+        sample_kind="none",
         title="the policy hardly moves",
         judge=_kl_strangled,
         because_of=("not_moving",),
@@ -233,12 +234,14 @@ POLICY = (
     ),
     Rule(
         id="clipping",
+        sample_kind="none",
         title="many tokens are clipped",
         judge=_clipping,
         cures=("lower --lr", "fewer updates a batch (--inner-epochs, --mini-batches)"),
     ),
     Rule(
         id="clip_one_sided",
+        sample_kind="none",
         title="the lower clip does the work",
         judge=_clip_one_sided,
         cures=("raise --eps-high to 0.28",),

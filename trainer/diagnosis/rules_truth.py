@@ -150,12 +150,14 @@ TRUTH_AND_MACHINE = (
     ),
     Rule(
         id="slow_machine",
+        sample_kind="none",
         title="the machine has become slower",
         judge=_slow_machine,
         cures=("see what else runs on it", "look at clock, temperature and power (sparkgrpo doctor)"),
     ),
     Rule(
         id="memory_low",
+        sample_kind="none",
         title="memory is nearly used up",
         judge=_memory_low,
         cures=("close other programs", "lower --tokens-per-micro-batch or --max-new-tokens"),

@@ -30,11 +30,11 @@ def training_run(bench: Bench, name: str, seed: int, changes: Mapping[str, objec
     from sparkgrpo.trainer.machine import EMBEDDED, model_recipe
     from sparkgrpo.trainer.report import write_report
     from sparkgrpo.trainer.run import train
-    from sparkgrpo.trainer.settings import config_json, resolve
+    from sparkgrpo.trainer.settings import check_layer, config_json, resolve
 
     folder = bench.folder / f"{name}_s{seed}"
     wanted = {"model": EMBEDDED, "device": "cpu", "precision": "fp32", "seed": seed, "num_threads": bench.num_threads}
-    settings = wanted | dict(changes)
+    settings = wanted | check_layer(f"experiment {name}", changes)
     config, user_set = resolve(settings | {"run_dir": str(folder), "plain": True}, recipe=model_recipe(EMBEDDED))
     for attempt in range(100):
         candidate = folder if attempt == 0 else folder.with_name(f"{folder.name}_{attempt + 1}")

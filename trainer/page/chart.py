@@ -183,7 +183,7 @@ def _shape(i: int, part: _Drawn, xs: tuple[float, float], ys: tuple[float, float
         every = max(1, math.ceil(len(part.top) / (MAX_POINTS // 2)))
         edge = points(part.series.x[::every], part.top[::every])
         back = points(part.series.x[::every], part.base[::every])[::-1]
-        return f'<path class="fill c{i % 8}" d="M{"L".join(edge)}L{"L".join(back)}Z"/>'
+        return f'<path class="fill c{i % 8}{" pale" if i % 2 else ""}" d="M{"L".join(edge)}L{"L".join(back)}Z"/>'
     x, y = thinned(part.series.x, part.top)
     line = points(x, y)
     dash = _DASHES[i % len(_DASHES)]
@@ -228,7 +228,7 @@ def _legend(i: int, series: Series) -> str:
     dash = _DASHES[i % len(_DASHES)]
     style = f' stroke-dasharray="{dash}"' if dash else ""
     shape = (
-        f'<rect class="fill c{i % 8}" width="24" height="10"/>'
+        f'<rect class="fill c{i % 8}{" pale" if i % 2 else ""}" width="24" height="10"/>'
         if series.kind == "area"
         else f'<path class="line c{i % 8}"{style} d="M0 5H24"/>'
         + (f'<path class="dots c{i % 8}" d="M12 5h0"/>' if series.kind == "dots" else "")

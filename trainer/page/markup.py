@@ -29,6 +29,11 @@ def column_key(key: str) -> str:
     return visible_text(key, 120)
 
 
+def sample_anchor(sample_id: object) -> str:
+    """Where a sample stands in the page; any text makes a harmless one."""
+    return f"sample-{hashlib.sha256(str(sample_id).encode('utf-8', 'backslashreplace')).hexdigest()[:12]}"
+
+
 def escaped_block(text: object, *, head: int, tail: int) -> str:
     """Text of several lines for HTML; its middle is left out where it is longer than head + tail characters."""
     return html.escape(readable_text(str(text), head=head, tail=tail))

@@ -26,7 +26,7 @@ _PHASE_NAMES = {
     "t_other": "other",
 }
 _MARKED_IN = {
-    "Right answers": ("reward_hacking", "plateau", "greedy_is_broken", "format_only"),
+    "Right answers": ("reward_hacking", "accuracy_collapse", "plateau", "greedy_is_broken", "format_only"),
     "Dead groups": ("dead_groups", "identical_siblings"),
     "Length": ("length_racing",),
     "Cut off": ("truncation",),

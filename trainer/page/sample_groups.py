@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparkgrpo.trainer.dashboard import number, short
-from sparkgrpo.trainer.page.markup import escaped, escaped_block
+from sparkgrpo.trainer.page.markup import escaped, escaped_block, sample_anchor
 from sparkgrpo.trainer.run_reader import Row
 
 BUDGET_BYTES = 400_000
@@ -75,6 +75,6 @@ def _answer(row: Row, *, with_step: bool) -> str:
     kind = "right" if row.get("reason") == "ok" else "wrong"
     text = escaped_block(row.get("completion", ""), head=HEAD_CHARS, tail=TAIL_CHARS)
     return (
-        f'<div class="answer {kind}"><div class="facts"><span class="reward">reward {short(row.get("reward"))}</span> · '
+        f'<div class="answer {kind}" id="{sample_anchor(row.get("sample_id"))}"><div class="facts"><span class="reward">reward {short(row.get("reward"))}</span> · '
         f"{' · '.join(fact for fact in facts if fact)}</div><pre>{text}</pre></div>"
     )
