@@ -2,7 +2,7 @@
 
     python -m benchmarks.false_alarms [--healthy 1000] [--sick 40] [--runs RUN...]
 
-Beside it, the same runs under plain thresholds as small public monitors use them (a value beyond its limit in one step).
+Beside it, the same runs under plain thresholds as small public monitors use them: a value beyond its limit in one step.
 """
 
 import argparse
@@ -108,7 +108,10 @@ def main() -> None:
         print(row)
     content |= {"sick": families, "real": real(options.runs)}
     print(content["real"])
-    content["conditions"] = {"command": "python -m benchmarks.false_alarms", "wall_s": round(time.monotonic() - start, 1)}
+    content["conditions"] = {
+        "command": "python -m benchmarks.false_alarms",
+        "wall_s": round(time.monotonic() - start, 1),
+    }
     print(f"written to {write_result('false_alarms', torch.device('cpu'), content)}")
 
 

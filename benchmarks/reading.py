@@ -35,7 +35,18 @@ NUM_STEPS = 1000
 def steps_of_forty() -> list[dict[str, object]]:
     """A thousand lines of 40 numbers, as a real run has them."""
     source = simulated_run(1).steps
-    phases = ("t_step", "t_reward", "t_old", "t_ref", "t_train", "t_opt", "t_eval", "t_other", "t_unaccounted", "tok_per_s")
+    phases = (
+        "t_step",
+        "t_reward",
+        "t_old",
+        "t_ref",
+        "t_train",
+        "t_opt",
+        "t_eval",
+        "t_other",
+        "t_unaccounted",
+        "tok_per_s",
+    )
     rows = []
     for s in range(1, NUM_STEPS + 1):
         row = {**source[s % len(source)], **{name: 0.1234567 * (1 + s % 7) for name in phases}, "step": s}
@@ -74,7 +85,9 @@ def write_run(folder: Path) -> dict[str, float]:
             log.metrics(row)
             taken.append(1e3 * (time.perf_counter() - begin))
         for s in range(0, NUM_STEPS + 1, 20):
-            log.evaluation({"step": s, "num_problems": 200, "accuracy": 0.3, "accuracy_se": 0.03, "right_bits": "f" * 50})
+            log.evaluation(
+                {"step": s, "num_problems": 200, "accuracy": 0.3, "accuracy_se": 0.03, "right_bits": "f" * 50}
+            )
         for row in samples():
             log.sample(row)
         log.finish("finished", {})

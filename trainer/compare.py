@@ -81,9 +81,7 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
     if found.common_accuracy is not None:
         for side in sides:
             side.seconds_to, side.tokens_to = _cost_to(side.record, found.common_accuracy)
-    found.pairs = [
-        pair for a, b in itertools.combinations(sides, 2) if (pair := _pair(a, b)) is not None
-    ]
+    found.pairs = [pair for a, b in itertools.combinations(sides, 2) if (pair := _pair(a, b)) is not None]
     return found
 
 
@@ -147,7 +145,10 @@ def _warnings(records: Sequence[RunRecord]) -> tuple[list[str], bool]:
     for name in {key for probe in probes for key in probe}:
         values = [probe[name] for probe in probes if name in probe]
         if len(values) > 1 and max(values) > (1 + _MAX_PROBE_DIFFERENCE) * min(values):
-            warnings.append(f"the probe {name} differs by {100 * (max(values) / min(values) - 1):.0f} %: the machine was not equally fast")
+            warnings.append(
+                f"the probe {name} differs by {100 * (max(values) / min(values) - 1):.0f} %: "
+                "the machine was not equally fast"
+            )
             is_equal = False
     sets = {record.run.get("eval_sha256") for record in records}
     if len({str(value) for value in sets}) > 1:
@@ -227,4 +228,6 @@ def held_values(x: Sequence[float], y: Sequence[float], grid: np.ndarray) -> lis
         return [None] * len(grid)
     places = np.array([a for a, _ in known])
     index = np.searchsorted(places, grid + 1e-9, side="right") - 1
-    return [known[i][1] if i >= 0 and place <= places[-1] + 1e-9 else None for i, place in zip(index, grid, strict=True)]
+    return [
+        known[i][1] if i >= 0 and place <= places[-1] + 1e-9 else None for i, place in zip(index, grid, strict=True)
+    ]

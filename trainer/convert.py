@@ -54,7 +54,10 @@ def convert_to(record: RunRecord, target: str, output: Path) -> Converted:
         rows.append(row)
     if target == "trl":
         last = rows[-1]["step"] if rows else 0
-        text = json.dumps({"global_step": last, "max_steps": record.config.get("steps"), "log_history": rows}, indent=1) + "\n"
+        text = (
+            json.dumps({"global_step": last, "max_steps": record.config.get("steps"), "log_history": rows}, indent=1)
+            + "\n"
+        )
     else:
         text = "".join(json.dumps(row) + "\n" for row in rows)
     write_page(output, text)

@@ -130,6 +130,7 @@ class PipeSafeConsole(Console):
     """Rich ends the process when its pipe breaks; a view may not end a run, so the error goes to `GuardedView`."""
 
     def on_broken_pipe(self) -> None:
+        """Raise, so that the view is switched off."""
         raise BrokenPipeError("nobody reads the output any more")
 
 

@@ -33,7 +33,9 @@ def liveness(record: RunRecord, *, now_unix_s: float | None = None) -> Liveness:
     if record.status in ("finished", "stopped", "failed"):
         error = record.run.get("error")
         why = f": {error}" if record.status == "failed" and error else ""
-        way_on = f"; go on with: {resume_command(record)}" if record.status != "finished" and _has_checkpoint(record) else ""
+        way_on = (
+            f"; go on with: {resume_command(record)}" if record.status != "finished" and _has_checkpoint(record) else ""
+        )
         return Liveness(is_over=True, text=f"{record.status} after step {step}{why}{way_on}")
     silent_s = (time.time() if now_unix_s is None else now_unix_s) - _last_sign_unix_s(record)
     steps_s = [t for row in record.steps[-20:] if (t := number(row.get("t_step"))) is not None]

@@ -109,7 +109,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("tok_per_s", "completion tokens / t_gen", "tokens/s"),
     Metric("decode_gbps", "bytes that the decode steps have to move / t_gen_decode", "GB/s"),
     Metric("graph_coverage", "decode steps that replayed a CUDA graph / all; null on a CPU", "fraction"),
-    Metric("train_tflops", "floating-point work of the update / (t_old + t_ref + t_train); null without a count", "TFLOP/s"),
+    Metric(
+        "train_tflops", "floating-point work of the update / (t_old + t_ref + t_train); null without a count", "TFLOP/s"
+    ),
     Metric("frac_decode_roofline", "decode_gbps / today's measured read; null without a probe", "fraction"),
     Metric("frac_train_roofline", "train_tflops / today's measured product; null without a probe", "fraction"),
     Metric("mem_reserved_bytes", "memory that the allocator holds; null on a CPU", "bytes"),

@@ -95,7 +95,11 @@ def _tiles(record: RunRecord, diagnosis: Diagnosis) -> str:
         ("-" if tokens is None else short_count(tokens), "tokens, prompts and answers"),
         (str(len(diagnosis.counting("warn"))), "active warnings and errors"),
     ]
-    return '<ul class="tiles">' + "".join(f"<li><b>{escaped(v)}</b><span>{escaped(k)}</span></li>" for v, k in tiles) + "</ul>"
+    return (
+        '<ul class="tiles">'
+        + "".join(f"<li><b>{escaped(v)}</b><span>{escaped(k)}</span></li>" for v, k in tiles)
+        + "</ul>"
+    )
 
 
 def _accuracy_tiles(record: RunRecord) -> list[tuple[str, str]]:
@@ -168,7 +172,7 @@ def _time_table(record: RunRecord) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, object, bool]]) -> str:
     body = "".join(
-        f'<tr{" class=set" if is_set else ""}><td>{escaped(key, 80)}</td><td>{escaped(value, 300)}</td></tr>'
+        f"<tr{' class=set' if is_set else ''}><td>{escaped(key, 80)}</td><td>{escaped(value, 300)}</td></tr>"
         for key, value, is_set in rows[:_MAX_TABLE_ROWS]
     )
     return f'<details class="box"><summary>{title}</summary><table>{body}</table></details>'

@@ -36,10 +36,10 @@ from sparkgrpo.trainer.model.weights import LoadedModel, load_model, stop_ids
 from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.reference import frozen_copy
+from sparkgrpo.trainer.report import write_report
 from sparkgrpo.trainer.resume import restore
 from sparkgrpo.trainer.reward_check import MAX_UNSCORED_STEPS
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
-from sparkgrpo.trainer.report import write_report
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
 from sparkgrpo.trainer.run_reader import read_record
 from sparkgrpo.trainer.runlog import RunLog

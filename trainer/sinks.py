@@ -91,7 +91,7 @@ class TrackioSink:
 
 
 class WandbSink:
-    """Weights & Biases; project "sparkgrpo", files in the run folder. Its own settings decide whether it goes online."""
+    """Weights & Biases; project "sparkgrpo", files in the run folder. Its own settings say whether it goes online."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -139,7 +139,10 @@ def test_flags_lists_and_layers(loop: FakeLoop) -> None:
         ("diagnose used --fail-on never", "--fail-on: expected warn or error, got 'never'"),
         ("report used --outpt x", "unknown option '--outpt'; did you mean '--output'?"),
         ("compare used", "used: not a run folder"),
-        ("compare used used --over stp", "--over: expected one of step, tokens, seconds, got 'stp'; did you mean 'step'?"),
+        (
+            "compare used used --over stp",
+            "--over: expected one of step, tokens, seconds, got 'stp'; did you mean 'step'?",
+        ),
         ("experiment tois", "unknown experiment 'tois'"),
         ("experiment toy --seeds none", "--seeds: expected an integer of at least 1, got 'none'"),
         ("convert used --to tlr -o x", "--to: expected one of trl, verl, prime-rl, got 'tlr'; did you mean 'trl'?"),

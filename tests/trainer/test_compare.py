@@ -14,7 +14,9 @@ from sparkgrpo.trainer.run_reader import RunRecord, read_record
 MakeRunFolder = Callable[..., Path]
 
 
-def folder(make: MakeRunFolder, name: str, accuracies: list[float], bits: str = "f0", *, t_step: float = 2.0, **run: object) -> Path:
+def folder(
+    make: MakeRunFolder, name: str, accuracies: list[float], bits: str = "f0", *, t_step: float = 2.0, **run: object
+) -> Path:
     config = {"lr": 1e-3, "seed": 0, "run_dir": name, **run.pop("config", {})}  # type: ignore[dict-item]
     steps = [
         {"v": 1, "step": s, "t_step": t_step, "num_tokens_total": 100 * s, "tok_per_s": 50.0, "frac_right": 0.1 * s}
@@ -56,7 +58,9 @@ def test_differences_accuracies_and_costs(make_run_folder: MakeRunFolder) -> Non
 
 def test_what_does_not_compare_is_said(make_run_folder: MakeRunFolder) -> None:
     a = folder(make_run_folder, "a", [0.2])
-    other = folder(make_run_folder, "b", [0.2], eval_sha256="other", status="failed", hardware={"device": "cuda", "name": "GB10"})
+    other = folder(
+        make_run_folder, "b", [0.2], eval_sha256="other", status="failed", hardware={"device": "cuda", "name": "GB10"}
+    )
     found = compare(records(a, other))
     text = "\n".join(found.warnings)
     assert "different machines" in text and "held-out problems differ" in text and "not finished: b" in text

@@ -43,7 +43,9 @@ def test_to(make_run_folder: Callable[..., Path], tmp_path: Path, target: str) -
     assert set(done.mapped) | set(done.left_out) | {"v", "step", "num_right", "kl_mean"} == set(LINE)
 
 
-def test_there_and_back(make_run_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back(
+    make_run_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, state, back = make_run_folder(metrics=[LINE]), tmp_path / "trainer_state.json", tmp_path / "back"
     assert main(["convert", str(source), "--to", "trl", "-o", str(state)]) == 0
     assert "no counterpart: frac_right, t_gen" in capsys.readouterr().out
@@ -58,9 +60,9 @@ def test_there_and_back(make_run_folder: Callable[..., Path], tmp_path: Path, ca
 def trl_log(num_steps: int) -> list[dict[str, object]]:
     """As GRPOTrainer writes it: several updates a batch, KL of a bf16 reference, an evaluation and a summary."""
     log: list[dict[str, object]] = [
-        {"loss": 0.01, "reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 0.98, "kl": 0.002, "step": s, "epoch": 0.1,
+        {"loss": 0.01, "reward": 0.5, "reward_std": 0.1, "frac_reward_zero_std": 0.98, "kl": 0.002, "step": s,
          "clip_ratio/region_mean": 0.01, "completions/mean_length": 50.0, "completions/clipped_ratio": 0.0,
-         "entropy": 1.0, "rewards/f/mean": 0.5, "cosmic_rays": 3}
+         "epoch": 0.1, "entropy": 1.0, "rewards/f/mean": 0.5, "cosmic_rays": 3}
         for s in range(1, num_steps + 1)
     ]  # fmt: skip
     return [*log, {"eval_reward": 0.4, "step": num_steps}, {"train_runtime": 9.0, "step": num_steps, "total_flos": 0}]

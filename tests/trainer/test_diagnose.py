@@ -33,7 +33,9 @@ def rows(num_steps: int = 60, **columns: object) -> Rows:
 
 
 def evals(*accuracies: float, every: int = 20) -> Rows:
-    return [{"step": i * every, "accuracy": a, "accuracy_se": 0.03, "num_problems": 200} for i, a in enumerate(accuracies)]
+    return [
+        {"step": i * every, "accuracy": a, "accuracy_se": 0.03, "num_problems": 200} for i, a in enumerate(accuracies)
+    ]
 
 
 def judged(steps: Rows, evaluations: Sequence[dict[str, object]] = (), **config: object) -> Diagnosis:
@@ -209,7 +211,9 @@ def test_verdicts_do_not_look_ahead() -> None:
         assert ("truncation" in ids) == (num_steps >= 40), num_steps  # 6 of 10 values, five steps in a row
 
 
-@pytest.mark.parametrize("steps", [[], rows(1), [{"v": 1, "step": 1}], [{"v": 1, "step": s, "frac_right": "x"} for s in range(50)]])
+@pytest.mark.parametrize(
+    "steps", [[], rows(1), [{"v": 1, "step": 1}], [{"v": 1, "step": s, "frac_right": "x"} for s in range(50)]]
+)
 def test_sparse_rows_do_not_raise(steps: Rows) -> None:
     assert found(judged(steps), "info") == {}
 
@@ -217,7 +221,14 @@ def test_sparse_rows_do_not_raise(steps: Rows) -> None:
 def test_samples_and_text_are_inert(make_run_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "\x1b[2J\u202e<script>"
     steps = rows(frac_truncated=0.97, **{f"reason/{hostile}": 0.5})
-    sample = {"v": 1, "sample_id": hostile, "step": 60, "finish": "length", "reason": hostile, "completion": "x" * 1_000_000}
+    sample = {
+        "v": 1,
+        "sample_id": hostile,
+        "step": 60,
+        "finish": "length",
+        "reason": hostile,
+        "completion": "x" * 1_000_000,
+    }
     folder = make_run_folder(run={"config": CONFIG}, metrics=steps, samples=[sample])
     assert main(["diagnose", str(folder)]) == 1
     output = capsys.readouterr().out

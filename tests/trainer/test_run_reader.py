@@ -67,7 +67,17 @@ def test_later_line_of_a_step_wins_and_order_is_by_step(make_run_folder: MakeRun
 
 def test_damaged_lines_are_skipped_and_said(make_run_folder: MakeRunFolder) -> None:
     folder = make_run_folder(
-        metrics=[row(1), "not json\n", "[1]\n", '{"step":2}\n', "\n", row(3), {"v": 1}, '{"v":1,"step":true}\n', '{"v":1,"st']
+        metrics=[
+            row(1),
+            "not json\n",
+            "[1]\n",
+            '{"step":2}\n',
+            "\n",
+            row(3),
+            {"v": 1},
+            '{"v":1,"step":true}\n',
+            '{"v":1,"st',
+        ]
     )
     record = read_record(folder)
     assert [r["step"] for r in record.steps] == [1, 3]
@@ -79,7 +89,9 @@ def test_damaged_lines_are_skipped_and_said(make_run_folder: MakeRunFolder) -> N
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_numbers_that_are_not_finite_become_null(make_run_folder: MakeRunFolder, value: str) -> None:
     (step,) = read_record(make_run_folder(metrics=[f'{{"v":1,"step":1,"kl_mean":{value},"lr":1}}\n'])).steps
-    assert step["kl_mean"] is None and step["num_nonfinite"] == 1 and step["nonfinite"] == ["kl_mean"] and step["lr"] == 1
+    assert (
+        step["kl_mean"] is None and step["num_nonfinite"] == 1 and step["nonfinite"] == ["kl_mean"] and step["lr"] == 1
+    )
 
 
 def test_nonfinite_adds_to_what_the_writer_counted() -> None:

@@ -10,7 +10,15 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.sinks import Sinks, check_sinks, make_sinks
 
 RUN = {"run_id": "a run/0", "config": {"lr": 1e-3, "delta": None, "eps_high": "inf"}}
-LINE = {"v": 1, "step": 2, "reward_mean": 0.5, "kl_mean": None, "num_right": [1], "loss": float("nan"), "reason/ok": 0.25}
+LINE = {
+    "v": 1,
+    "step": 2,
+    "reward_mean": 0.5,
+    "kl_mean": None,
+    "num_right": [1],
+    "loss": float("nan"),
+    "reason/ok": 0.25,
+}
 EVALUATION = {"v": 1, "step": 2, "accuracy": 0.75, "right_bits": "ff"}
 
 
@@ -57,7 +65,9 @@ def test_numbers_alone_are_passed_on() -> None:
 def test_one_that_raises_is_switched_off_with_one_warning(where: str) -> None:
     broken, healthy, said = Recorder(where), Recorder(), []
     drive(Sinks({"broken": broken, "healthy": healthy}, warn=said.append))
-    assert said == ["broken is switched off (ConnectionError: gone\\x1b[2J); the run goes on, its metrics.jsonl has everything"]
+    assert said == [
+        "broken is switched off (ConnectionError: gone\\x1b[2J); the run goes on, its metrics.jsonl has everything"
+    ]
     assert [call[0] for call in healthy.calls] == ["open", "write", "write", "close"]
     assert broken.calls[-1][0] == where and sum(call[0] == where for call in broken.calls) == 1
 

@@ -27,19 +27,27 @@ def step(number: int, **more: object) -> dict[str, object]:
 
 def samples(at: int) -> list[dict[str, object]]:
     return [
-        {"v": 1, "sample_id": f"{at}-train-{i}", "step": at, "split": "train", "problem": HOSTILE, "completion": HOSTILE,
-         "reward": float(i), "reason": HOSTILE}
+        {"v": 1, "sample_id": f"{at}-train-{i}", "step": at, "split": "train", "problem": HOSTILE,
+         "completion": HOSTILE, "reward": float(i), "reason": HOSTILE}
         for i in range(2)
     ]  # fmt: skip
 
 
-def test_a_finished_run_is_printed_once_in_a_pipe(make_run_folder: MakeRunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_printed_once_in_a_pipe(
+    make_run_folder: MakeRunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     evals = [{"v": 1, "step": s, "accuracy": 0.5, "accuracy_se": 0.1, "num_problems": 10} for s in (0, 2)]
-    folder = make_run_folder(run={"config": CONFIG}, metrics=[step(1), step(2), step(3)], evals=evals, samples=samples(2))
+    folder = make_run_folder(
+        run={"config": CONFIG}, metrics=[step(1), step(2), step(3)], evals=evals, samples=samples(2)
+    )
     assert main(["watch", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("eval after step 0") and lines[2].startswith("step 1/6")
-    assert lines[3].startswith("eval after step 2") and lines[4].startswith("step 2/6") and lines[-1] == "finished after step 3"
+    assert (
+        lines[3].startswith("eval after step 2")
+        and lines[4].startswith("step 2/6")
+        and lines[-1] == "finished after step 3"
+    )
     assert "\n".join(lines).replace("\n", "").isprintable()
 
 
@@ -51,7 +59,9 @@ def test_an_empty_and_a_crashed_run(make_run_folder: MakeRunFolder, capsys: pyte
     assert "ended without a stop event at step 1; no checkpoint was saved" in capsys.readouterr().out
 
 
-def test_a_growing_run_is_followed_to_its_end(make_run_folder: MakeRunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_growing_run_is_followed_to_its_end(
+    make_run_folder: MakeRunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = {"v": 1, "run_id": "run", "config": CONFIG, "status": "running", "pid": os.getpid(), "t_unix_s": time.time()}
     folder = make_run_folder(run=run)
 

@@ -45,7 +45,8 @@ def _lines(found: Comparison) -> list[str]:
     for side in found.sides:
         lines.append(
             f"{side.label:{width}}  held-out {percent(side.accuracy_before)} -> {percent(side.accuracy_after)} "
-            f"+-{percent(side.accuracy_se)}  {duration(side.seconds)}  {short(side.tokens)} tokens  {short(side.tok_per_s)} tok/s"
+            f"+-{percent(side.accuracy_se)}  {duration(side.seconds)}  {short(side.tokens)} tokens  "
+            f"{short(side.tok_per_s)} tok/s"
         )
     if found.common_accuracy is not None:
         for side in found.sides:
@@ -60,5 +61,7 @@ def _lines(found: Comparison) -> list[str]:
     if found.has_equal_speed_terms and first.tok_per_s:
         for side in found.sides[1:]:
             if side.tok_per_s:
-                lines.append(f"{side.label}: {side.tok_per_s / first.tok_per_s:.2f} times the tokens/s of {first.label}")
+                lines.append(
+                    f"{side.label}: {side.tok_per_s / first.tok_per_s:.2f} times the tokens/s of {first.label}"
+                )
     return lines

@@ -59,7 +59,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     state = "active" if verdict.is_active else f"cleared after step {verdict.last_step}"
     follows = f", follows from {verdict.because_of}" if verdict.because_of else ""
     again = f", {verdict.num_episodes} times" if verdict.num_episodes > 1 else ""
-    head = f"{verdict.severity.upper()} {verdict.id}: {verdict.title} (since step {verdict.first_step}{again}, {state}{follows})"
+    since = f"(since step {verdict.first_step}{again}, {state}{follows})"
+    head = f"{verdict.severity.upper()} {verdict.id}: {verdict.title} {since}"
     lines = [head, f"  {visible_text(verdict.text, 400)}"]
     if verdict.evidence:
         lines.append("  " + ", ".join(f"{name} {short(value)}" for name, value in verdict.evidence.items()))

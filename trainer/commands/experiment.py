@@ -37,7 +37,9 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> OptionParser:
     parser = new_parser("experiment", "Repeat an experiment of the lessons on the CPU.", arguments="NAME")
-    parser.add_argument("name", metavar="NAME", help="; ".join(f"{n}: {q}" for n, (q, _) in EXPERIMENTS.items()).replace("%", "%%"))
+    parser.add_argument(
+        "name", metavar="NAME", help="; ".join(f"{n}: {q}" for n, (q, _) in EXPERIMENTS.items()).replace("%", "%%")
+    )
     parser.add_argument("--out", metavar="FOLDER", help="where runs and pages go. Default: runs/experiments.")
     parser.add_argument("--seeds", metavar="INT", help="training runs of each variant. Default: 3.")
     parser.add_argument("--num-threads", metavar="INT", help="CPU threads of PyTorch. Default: its own choice.")

@@ -158,11 +158,14 @@ class Curves:
     def hurt(self) -> Array:
         """bool [T]: it was better before: held-out by 0.08 (mean of the last two), or in training by 0.15.
 
-        Both beyond noise: the best of many noisy values lies above the truth (2.5 and 5 standard errors).
+        Both beyond noise: the best of many noisy values lies above the truth (2.5 and 5 standard errors). And a fall in
+        training is none while held-out accuracy stays at its best.
         """
         fall_T = self.at_evals(lambda accuracy: accuracy.max() - accuracy[-2:].mean(), 3)
         se = np.median(self.accuracy_se_E) if len(self.accuracy_se_E) else 0.0
         by_training_T = self.fall_from_best >= np.maximum(0.15, 5 * self.right_noise)
+        lowered_T = self.at_evals(lambda accuracy: accuracy.max() - accuracy[-2:].max(), 3)
+        by_training_T &= np.isnan(lowered_T) | (lowered_T >= float(se))
         return (fall_T >= max(0.08, 2.5 * float(se) * np.sqrt(1.5))) | by_training_T
 
     @property

@@ -126,8 +126,8 @@ def dead_groups_note(steps: Sequence[Mapping[str, object]]) -> str | None:
     counts, G = found
     p = sum(counts) / (len(counts) * G)
     text = (
-        f"dead groups: {100 * fit.measured:.0f} % of the last {len(counts)}, {100 * dead_share(p, G):.0f} % if all prompts "
-        f"were equally hard (pass rate {100 * p:.0f} %)"
+        f"dead groups: {100 * fit.measured:.0f} % of the last {len(counts)}, {100 * dead_share(p, G):.0f} % "
+        f"if all prompts were equally hard (pass rate {100 * p:.0f} %)"
     )
     if G >= 4:
         text += f"; {100 * subset_dead_share(counts, G, G // 2):.0f} % with group size {G // 2}"

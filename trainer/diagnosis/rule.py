@@ -43,7 +43,9 @@ class Rule:
     """Which samples show it: any, wrong, right, truncated, best, none."""
 
 
-def graded(curves: Curves, *, info: Array | None = None, warn: Array | None = None, error: Array | None = None) -> Array:
+def graded(
+    curves: Curves, *, info: Array | None = None, warn: Array | None = None, error: Array | None = None
+) -> Array:
     """Severity of each step, after the warm-up; conditions are bool [T], comparisons with NaN are false."""
     severity_T = np.zeros(curves.T, dtype=int)
     for level, condition_T in ((1, info), (2, warn), (3, error)):
@@ -53,7 +55,9 @@ def graded(curves: Curves, *, info: Array | None = None, warn: Array | None = No
     return severity_T
 
 
-def at_once(curves: Curves, *, info: Array | None = None, warn: Array | None = None, error: Array | None = None) -> Array:
+def at_once(
+    curves: Curves, *, info: Array | None = None, warn: Array | None = None, error: Array | None = None
+) -> Array:
     """Severity of each step for conditions that do not wait."""
     severity_T = np.zeros(curves.T, dtype=int)
     for level, condition_T in ((1, info), (2, warn), (3, error)):

@@ -34,8 +34,10 @@ def _verifier_errors(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=never(curves),
         at_once_T=at_once(curves, warn=now_T > 0.01, error=run_length(raw_T > 0.05) >= 3),
-        say=lambda t: f"{100 * raw_T[t]:.1f} % of the answers could not be scored: the reward raised, was too slow or "
-        "was not finite",
+        say=lambda t: (
+            f"{100 * raw_T[t]:.1f} % of the answers could not be scored: the reward raised, was too slow or "
+            "was not finite"
+        ),
         evidence=lambda t: numbers_at(curves, t, ("med10(frac_reward_error)", "frac_reward_error")),
     )
 
@@ -73,8 +75,10 @@ def _identical_siblings(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=never(curves),
         at_once_T=at_once(curves, error=run_length(same_T & random_T) >= 3),
-        say=lambda t: f"all siblings of all groups are the same text for three steps, though the policy is worth "
-        f"{curves.raw('entropy_mean')[t] * curves.raw('len_mean')[t]:.0f} nats an answer",
+        say=lambda t: (
+            f"all siblings of all groups are the same text for three steps, though the policy is worth "
+            f"{curves.raw('entropy_mean')[t] * curves.raw('len_mean')[t]:.0f} nats an answer"
+        ),
         evidence=lambda t: numbers_at(curves, t, ("frac_unique", "group_size", "entropy_mean", "len_mean")),
     )
 
@@ -86,8 +90,10 @@ def _not_moving(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, error=mixed_T & (still_T | zero_T)),
         at_once_T=never(curves),
-        say=lambda t: f"there are mixed groups to learn from, but {100 * curves.med10('frac_params_changed')[t]:.1f} % "
-        f"of the weights change in a step and the gradient norm is {curves.raw('grad_norm')[t]:.3g}",
+        say=lambda t: (
+            f"there are mixed groups to learn from, but {100 * curves.med10('frac_params_changed')[t]:.1f} % "
+            f"of the weights change in a step and the gradient norm is {curves.raw('grad_norm')[t]:.3g}"
+        ),
         evidence=lambda t: numbers_at(
             curves, t, ("med10(frac_params_changed)", "grad_norm", "med10(frac_zero_std)", "lr")
         ),
@@ -108,12 +114,14 @@ def _engine_gap(curves: Curves) -> Finding | str:
             error=(mean_T > error_mean) | (p99_T > error_p99),
         ),
         at_once_T=never(curves),
-        say=lambda t: f"sampler and trainer differ by {mean_T[t]:.2g} nats a token (limit {warn_mean:g} in "
-        f"{precision}), {mean_T[t] / max(curves.early('logprob_gap_mean')[t], 1e-12):.1f} times as much as early on",
-        evidence=lambda t: numbers_at(
-            curves, t, ("med10(logprob_gap_mean)", "early(logprob_gap_mean)", "med10(logprob_gap_p99)")
-        )
-        | {"warn_above": warn_mean, "error_above": error_mean},
+        say=lambda t: (
+            f"sampler and trainer differ by {mean_T[t]:.2g} nats a token (limit {warn_mean:g} in "
+            f"{precision}), {mean_T[t] / max(curves.early('logprob_gap_mean')[t], 1e-12):.1f} times as much as early on"
+        ),
+        evidence=lambda t: (
+            numbers_at(curves, t, ("med10(logprob_gap_mean)", "early(logprob_gap_mean)", "med10(logprob_gap_p99)"))
+            | {"warn_above": warn_mean, "error_above": error_mean}
+        ),
     )
 
 
@@ -129,8 +137,10 @@ def _greedy_is_broken(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=broken_T),
         at_once_T=never(curves),
-        say=lambda t: f"held-out accuracy began at {100 * first:.0f} % where {100 * sampled_T[t]:.0f} % of the sampled "
-        "training answers were right",
+        say=lambda t: (
+            f"held-out accuracy began at {100 * first:.0f} % where {100 * sampled_T[t]:.0f} % of the sampled "
+            "training answers were right"
+        ),
         evidence=lambda t: numbers_at(curves, t, (f"early({key})",)) | {"first_accuracies": float(first)},
     )
 

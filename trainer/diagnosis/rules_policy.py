@@ -26,13 +26,20 @@ def _entropy_collapse(curves: Curves) -> Finding | str:
             error=(now_T <= 0.1 * early_T) & narrow_T & (dead_T >= 0.75) & waits_T,
         ),
         at_once_T=never(curves),
-        say=lambda t: f"entropy fell from {early_T[t]:.3g} to {now_T[t]:.3g} nats a token and the share of distinct "
-        f"answers from {100 * curves.early('frac_unique')[t]:.0f} to {100 * curves.med10('frac_unique')[t]:.0f} %",
+        say=lambda t: (
+            f"entropy fell from {early_T[t]:.3g} to {now_T[t]:.3g} nats a token and the share of distinct "
+            f"answers from {100 * curves.early('frac_unique')[t]:.0f} to {100 * curves.med10('frac_unique')[t]:.0f} %"
+        ),
         evidence=lambda t: numbers_at(
             curves,
             t,
-            ("med10(entropy_mean)", "early(entropy_mean)", "med10(frac_unique)", "early(frac_unique)")
-            + ("med10(frac_zero_std)",),
+            (
+                "med10(entropy_mean)",
+                "early(entropy_mean)",
+                "med10(frac_unique)",
+                "early(frac_unique)",
+                "med10(frac_zero_std)",
+            ),
         ),
     )
 
@@ -46,8 +53,10 @@ def _entropy_blowup(curves: Curves) -> Finding | str:
         severity_T=graded(curves, warn=grown_T & ~curves.learning, error=grown_T & (curves.fall_from_best >= 0.1)),
         at_once_T=never(curves),
         say=lambda t: f"entropy rose from {early_T[t]:.3g} to {now_T[t]:.3g} nats a token: the policy turns to noise",
-        evidence=lambda t: numbers_at(curves, t, ("med10(entropy_mean)", "early(entropy_mean)", "med10(frac_right)"))
-        | {"fall of frac_right from its best": float(np.nan_to_num(curves.fall_from_best[t]))},
+        evidence=lambda t: (
+            numbers_at(curves, t, ("med10(entropy_mean)", "early(entropy_mean)", "med10(frac_right)"))
+            | {"fall of frac_right from its best": float(np.nan_to_num(curves.fall_from_best[t]))}
+        ),
     )
 
 
@@ -58,16 +67,23 @@ def _accuracy_collapse(curves: Curves) -> Finding | str:
     best = np.maximum.accumulate(curves.accuracy_E)
     least_se = np.array([0.5 / max(number(row.get("num_problems")) or 1.0, 1.0) for row in curves.eval_rows])
     broken = curves.accuracy_E + 2 * np.maximum(curves.accuracy_se_E, least_se) < best / 2
-    broken_T = np.concatenate([[False], broken])[curves.num_evals_T]
+    # In training too, against its best or its very first batch: one evaluation alone can be unlucky.
+    right_T, first = curves.med10("frac_right"), np.nan_to_num(curves.raw("frac_right")[:1])
+    best_right_T = np.fmax.accumulate(np.concatenate([first, right_T]))[1:] if curves.T else right_T
+    broken_T = np.concatenate([[False], broken])[curves.num_evals_T] & ~(right_T > 0.5 * best_right_T)
     last_T = curves.at_evals(lambda accuracy: accuracy[-1], 1)
     best_T = curves.at_evals(lambda accuracy: accuracy.max(), 1)
     return Finding(
         severity_T=graded(curves, error=broken_T),
         at_once_T=never(curves),
-        say=lambda t: f"held-out accuracy fell to {100 * last_T[t]:.0f} % and was {100 * best_T[t]:.0f} %: "
-        "the policy is broken, and what else is wrong follows from that",
-        evidence=lambda t: numbers_at(curves, t, ("med10(frac_right)", "med10(len_mean)", "entropy_mean", "lr"))
-        | {"accuracy": float(last_T[t]), "best accuracy": float(best_T[t])},
+        say=lambda t: (
+            f"held-out accuracy fell to {100 * last_T[t]:.0f} % and was {100 * best_T[t]:.0f} %: "
+            "the policy is broken, and what else is wrong follows from that"
+        ),
+        evidence=lambda t: (
+            numbers_at(curves, t, ("med10(frac_right)", "med10(len_mean)", "entropy_mean", "lr"))
+            | {"accuracy": float(last_T[t]), "best accuracy": float(best_T[t])}
+        ),
     )
 
 
@@ -87,13 +103,20 @@ def _length_racing(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=long_T & bad_T, error=long_T & (cut_T >= 0.3) & (now_T >= 0.8 * cap)),
         at_once_T=never(curves),
-        say=lambda t: f"answers grew from {early_T[t]:.0f} to {now_T[t]:.0f} tokens and accuracy did not follow; "
-        f"{100 * cut_T[t]:.0f} % are cut off",
+        say=lambda t: (
+            f"answers grew from {early_T[t]:.0f} to {now_T[t]:.0f} tokens and accuracy did not follow; "
+            f"{100 * cut_T[t]:.0f} % are cut off"
+        ),
         evidence=lambda t: numbers_at(
             curves,
             t,
-            ("med10(len_mean)", "early(len_mean)", "med10(len_wrong_mean)", "med10(len_right_mean)")
-            + ("med10(frac_truncated)",),
+            (
+                "med10(len_mean)",
+                "early(len_mean)",
+                "med10(len_wrong_mean)",
+                "med10(len_right_mean)",
+                "med10(frac_truncated)",
+            ),
         ),
     )
 
@@ -107,12 +130,16 @@ def _kl_runaway(curves: Curves) -> Finding | str:
     far_T = (now_T > 0.5) & waits_T
     return Finding(
         severity_T=graded(
-            curves, warn=far_T & (now_T >= 1.3 * then_T) & curves.rising("kl_mean"), error=far_T & ((now_T >= 2 * then_T) | curves.hurt)
+            curves,
+            warn=far_T & (now_T >= 1.3 * then_T) & curves.rising("kl_mean"),
+            error=far_T & ((now_T >= 2 * then_T) | curves.hurt),
         ),
         at_once_T=never(curves),
         say=lambda t: f"the KL to the reference is {now_T[t]:.2g} nats a token, {then_T[t]:.2g} ten steps before",
-        evidence=lambda t: numbers_at(curves, t, ("med10(kl_mean)", "kl_max", "med10(frac_right)", "lr"))
-        | {"med10(kl_mean) ten steps before": float(np.nan_to_num(then_T[t]))},
+        evidence=lambda t: (
+            numbers_at(curves, t, ("med10(kl_mean)", "kl_max", "med10(frac_right)", "lr"))
+            | {"med10(kl_mean) ten steps before": float(np.nan_to_num(then_T[t]))}
+        ),
     )
 
 
@@ -156,7 +183,9 @@ def _clip_one_sided(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, info=(low_T > 3 * high_T) & (low_T > 1e-3) & curves.falling("entropy_mean")),
         at_once_T=never(curves),
-        say=lambda t: f"the lower clip binds {low_T[t]:.3g} of the tokens, the upper {high_T[t]:.3g}, and entropy falls",
+        say=lambda t: (
+            f"the lower clip binds {low_T[t]:.3g} of the tokens, the upper {high_T[t]:.3g}, and entropy falls"
+        ),
         evidence=lambda t: numbers_at(
             curves, t, ("med10(clip_frac_low)", "med10(clip_frac_high)", "med10(entropy_mean)")
         ),
@@ -175,10 +204,13 @@ def _grad_spikes(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=(recent_T >= 3) & curves.hurt),
         at_once_T=at_once(curves, info=spike_T & waited_T),
-        say=lambda t: f"the gradient norm was {raw_T[t]:.3g}, {raw_T[t] / max(median_T[t], 1e-30):.0f} times its median; "
-        f"it was clipped, {recent_T[t]:.0f} such steps among the last 10",
-        evidence=lambda t: numbers_at(curves, t, ("grad_norm", "med10(grad_norm)"))
-        | {"spikes in 10 steps": float(recent_T[t])},
+        say=lambda t: (
+            f"the gradient norm was {raw_T[t]:.3g}, {raw_T[t] / max(median_T[t], 1e-30):.0f} times its median; "
+            f"it was clipped, {recent_T[t]:.0f} such steps among the last 10"
+        ),
+        evidence=lambda t: (
+            numbers_at(curves, t, ("grad_norm", "med10(grad_norm)")) | {"spikes in 10 steps": float(recent_T[t])}
+        ),
     )
 
 

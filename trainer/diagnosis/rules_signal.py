@@ -20,8 +20,10 @@ def _truncation(curves: Curves) -> Finding | str:
             error=(now_T > 0.5) & ~better_T,
         ),
         at_once_T=at_once(curves, error=run_length(curves.raw("frac_truncated") >= 0.95) >= 3),
-        say=lambda t: f"{100 * curves.raw('frac_truncated')[t]:.0f} % of the answers end at max_new_tokens "
-        f"({curves.setting('max_new_tokens', np.nan):.0f}) and not at a stop token",
+        say=lambda t: (
+            f"{100 * curves.raw('frac_truncated')[t]:.0f} % of the answers end at max_new_tokens "
+            f"({curves.setting('max_new_tokens', np.nan):.0f}) and not at a stop token"
+        ),
         evidence=lambda t: numbers_at(
             curves, t, ("frac_truncated", "med10(frac_truncated)", "len_mean", "frac_truncated_right")
         ),
@@ -60,7 +62,9 @@ def _dead_groups(curves: Curves) -> Finding | str:
             "all_right": "nearly all with every answer right: too easy",
             "both": "some with all answers right and some with all wrong",
         }[side]
-        return f"{100 * np.nan_to_num(raw_T[t] if np.isnan(now_T[t]) else now_T[t]):.0f} % of the groups are dead, {words}"
+        return (
+            f"{100 * np.nan_to_num(raw_T[t] if np.isnan(now_T[t]) else now_T[t]):.0f} % of the groups are dead, {words}"
+        )
 
     return Finding(
         severity_T=graded(
@@ -74,8 +78,16 @@ def _dead_groups(curves: Curves) -> Finding | str:
         evidence=lambda t: numbers_at(
             curves,
             t,
-            ("frac_zero_std", "med10(frac_zero_std)", "med10(frac_all_wrong)", "med10(frac_all_right)", "group_size")
-            + ("med10(frac_zero_std_floor)", "med10(frac_dead_identical)", "med10(frac_unique)"),
+            (
+                "frac_zero_std",
+                "med10(frac_zero_std)",
+                "med10(frac_all_wrong)",
+                "med10(frac_all_right)",
+                "group_size",
+                "med10(frac_zero_std_floor)",
+                "med10(frac_dead_identical)",
+                "med10(frac_unique)",
+            ),
         ),
         cures=lambda t: _dead_cures(curves, t),
     )
@@ -130,7 +142,9 @@ def _plateau(curves: Curves) -> Finding | str:
         severity_T=graded(curves, info=flat_T & ~curves.learning & ~curves.solved),
         at_once_T=never(curves),
         say=lambda t: f"the last five accuracies lie within two standard errors{waste(t)}",
-        evidence=lambda t: numbers_at(curves, t, ("med10(frac_right)", "med10(frac_zero_std)", "med10(frac_truncated)")),
+        evidence=lambda t: numbers_at(
+            curves, t, ("med10(frac_right)", "med10(frac_zero_std)", "med10(frac_truncated)")
+        ),
     )
 
 

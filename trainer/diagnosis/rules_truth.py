@@ -34,8 +34,10 @@ def _reward_hacking(curves: Curves) -> Finding | str:
         ),
         at_once_T=never(curves),
         say=say,
-        evidence=lambda t: numbers_at(curves, t, ("med10(hack_gap)", "med10(frac_right)", "frac_right_strict"))
-        | {"growth of frac_right - accuracy": float(np.nan_to_num(grew_T[t]))},
+        evidence=lambda t: (
+            numbers_at(curves, t, ("med10(hack_gap)", "med10(frac_right)", "frac_right_strict"))
+            | {"growth of frac_right - accuracy": float(np.nan_to_num(grew_T[t]))}
+        ),
     )
 
 
@@ -67,7 +69,8 @@ def _growth_of_distance(curves: Curves) -> tuple[Array, Array, Array, Array]:
     return (
         gained_T - accuracy_gain_T,
         gained_T,
-        np.sqrt(base_se**2 + last_se**2 + 0.257 * np.nan_to_num(noise) ** 2) * np.where(curves.num_evals_T < 4, 1.5, 1.0),
+        np.sqrt(base_se**2 + last_se**2 + 0.257 * np.nan_to_num(noise) ** 2)
+        * np.where(curves.num_evals_T < 4, 1.5, 1.0),
         accuracy_gain_T >= 0.25 * gained_T,
     )
 
@@ -86,8 +89,10 @@ def _format_only(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=late_T & (gained_T >= 0.15) & (right_T < 0.3 * gained_T) & ~curves.learning),
         at_once_T=never(curves),
-        say=lambda t: f"the reward gained {gained_T[t]:.2f}, the share of right answers {right_T[t]:.2f}: "
-        "what is learnt is the form",
+        say=lambda t: (
+            f"the reward gained {gained_T[t]:.2f}, the share of right answers {right_T[t]:.2f}: "
+            "what is learnt is the form"
+        ),
         evidence=lambda t: numbers_at(
             curves, t, ("med10(reward_mean)", "early(reward_mean)", "med10(frac_right)", "early(frac_right)")
         ),
@@ -106,8 +111,9 @@ def _slow_machine(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=(now_T >= 1.5 * early_T) & same_T),
         at_once_T=never(curves),
-        say=lambda t: f"a token takes {1e3 * now_T[t]:.3g} ms to sample and took {1e3 * early_T[t]:.3g} at first, at "
-        "equal length",
+        say=lambda t: (
+            f"a token takes {1e3 * now_T[t]:.3g} ms to sample and took {1e3 * early_T[t]:.3g} at first, at equal length"
+        ),
         evidence=lambda t: numbers_at(curves, t, ("tok_per_s", "med10(len_mean)", "sm_clock_mhz", "temp_c")),
     )
 
@@ -126,8 +132,9 @@ def _memory_low(curves: Curves) -> Finding | str:
     return Finding(
         severity_T=graded(curves, warn=left_T < 4 * GIB),
         at_once_T=never(curves),
-        say=lambda t: f"{left_T[t] / GIB:.1f} GiB above the floor of {floor / GIB:.0f} GiB, where the run is saved and "
-        "stopped",
+        say=lambda t: (
+            f"{left_T[t] / GIB:.1f} GiB above the floor of {floor / GIB:.0f} GiB, where the run is saved and stopped"
+        ),
         evidence=lambda t: numbers_at(curves, t, ("mem_available_min_bytes", "mem_peak_bytes")),
     )
 

@@ -178,11 +178,14 @@ def _row(rng: np.random.Generator, course: _Course, t: int) -> Row:
 def _evals(rng: np.random.Generator, course: _Course) -> list[Row]:
     T, num_problems = len(course.ability_T), int(rng.choice([100, 200]))
     greedy = rng.uniform(0.0, 0.8)
+    # The same problems every time, answered greedily: what they share does not change from one evaluation to the next.
+    difficulty_Q, luck_Q = course.spread * rng.normal(size=num_problems), rng.random(num_problems)
     rows: list[Row] = []
     for step in [*range(0, T, 20), T]:
         ability = course.ability_T[max(step - 1, 0)] + greedy
-        p = float((1 / (1 + np.exp(-(ability + course.spread * rng.normal(size=num_problems))))).mean())
-        accuracy = float(rng.binomial(num_problems, p)) / num_problems
+        p_Q = 1 / (1 + np.exp(-(ability + difficulty_Q)))
+        is_new_Q = rng.random(num_problems) < 0.3
+        accuracy = float((np.where(is_new_Q, rng.random(num_problems), luck_Q) < p_Q).mean())
         se = math.sqrt(accuracy * (1 - accuracy) / num_problems)
         rows.append({"v": 1, "step": step, "num_problems": num_problems, "accuracy": accuracy, "accuracy_se": se})
     return rows

@@ -30,7 +30,9 @@ def named(records: Sequence[RunRecord], severity: str, disease: Collection[str],
     """Whether every run has a verdict of one of these ids at this severity or worse, and none beside it."""
     found = [[v.id for v in diagnose(record).counting(severity, is_active_only=False)] for record in records]
     holds = all(len(ids) == 1 and ids[0] in disease for ids in found)
-    text = "; ".join(f"{record.name}: {', '.join(ids) or 'nothing'}" for record, ids in zip(records, found, strict=True))
+    text = "; ".join(
+        f"{record.name}: {', '.join(ids) or 'nothing'}" for record, ids in zip(records, found, strict=True)
+    )
     return expect(f"diagnose names {what} and nothing else", text, holds)
 
 
@@ -52,8 +54,8 @@ def sloppy_verifier(bench: Bench) -> Outcome:
     ]
     first = fmean(first_mean(record, "reward_mean", 1) for record in sloppy)
     outcome.remarks = [
-        f"the reward of the first batch is {first:.2f} already: the model was taught to repeat the target after each try, "
-        "so nothing has to be learnt to be paid"
+        f"the reward of the first batch is {first:.2f} already: the model was taught to repeat the target after each "
+        "try, so nothing has to be learnt to be paid"
     ]
     outcome.figures = {"reward": reward, "accuracy_gain": gain}
     outcome.plots["sloppy-verifier.svg"] = accuracy_plot(
@@ -76,7 +78,10 @@ def starved(bench: Bench) -> Outcome:
             {
                 "model": str(record.folder / "checkpoints" / "step_000040"),
                 "numbers": "2",
-                **{key: record.config[key] for key in ("steps", "prompts_per_step", "group_size", "max_new_tokens", "lr")},
+                **{
+                    key: record.config[key]
+                    for key in ("steps", "prompts_per_step", "group_size", "max_new_tokens", "lr")
+                },
             },
         )
         for seed, record in enumerate(easy)
@@ -98,14 +103,21 @@ def starved(bench: Bench) -> Outcome:
     ]
     outcome.remarks = [
         "2 numbers, from the start: the task is learnt "
-        f"(held-out {with_range([final_accuracy(record) for record in easy])}), and groups that died of that are no disease"
+        f"(held-out {with_range([final_accuracy(record) for record in easy])}), and groups that died of that are no "
+        "disease"
     ]
     outcome.figures = {"dead_with_8": dead[0], "dead_with_16": dead[1], "8_predicted_by_16": predicted}
     outcome.plots["starved.svg"] = metric_plot(
         "Dead groups, 4 numbers (hard) and 2 numbers (easy)",
         "frac_zero_std",
         "share of groups",
-        {"4 numbers, G 4": hard_4, "4 numbers, G 8": hard_8, "4 numbers, G 16": hard_16, "2 numbers": easy, "2 numbers, again": again},
+        {
+            "4 numbers, G 4": hard_4,
+            "4 numbers, G 8": hard_8,
+            "4 numbers, G 16": hard_16,
+            "2 numbers": easy,
+            "2 numbers, again": again,
+        },
     )
     return outcome
 

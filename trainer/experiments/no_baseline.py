@@ -42,7 +42,7 @@ def _toy(outcome: Outcome) -> None:
     same = np.abs(last["group mean, divided, 5/6"] - last["group mean, divided, 0/1"]).max()
     outcome.checks += [
         expect(
-            "toy: the spread over seeds is the sign of a missing baseline: raw 5/6 at least five times that of the mean",
+            "toy: the spread over seeds shows a missing baseline: raw 5/6 at least five times that of the mean",
             f"{spread['raw 5/6']:.3f} against {spread['group mean, undivided']:.4f}",
             spread["raw 5/6"] > 5 * spread["group mean, undivided"],
         ),
@@ -109,9 +109,7 @@ def _real_loop(outcome: Outcome, bench: Bench) -> None:
     accuracy = [[final_accuracy(record) for record in records] for records in (control, raw, shifted)]
     error = accuracy_error(control[0])
     outcome.checks += [
-        expect_larger(
-            "real loop: the group's baseline ends above raw 0/1", accuracy[0], accuracy[1], least_se=error
-        ),
+        expect_larger("real loop: the group's baseline ends above raw 0/1", accuracy[0], accuracy[1], least_se=error),
         expect_larger("real loop: raw 0/1 ends above raw 5/6", accuracy[1], accuracy[2], least_se=error),
     ]
     outcome.figures["accuracy"] = dict(zip(("group", "raw 0/1", "raw 5/6"), accuracy, strict=True))

@@ -76,7 +76,8 @@ def advantage(bench: Bench) -> Outcome:
         ),
     ]
     outcome.remarks = [
-        f"with the 1e-4 added to the spread: {float(graded.advantage_S[0]):+.4f} and {float(graded.advantage_S[1]):+.4f}",
+        f"with the 1e-4 added to the spread: {float(graded.advantage_S[0]):+.4f} and "
+        f"{float(graded.advantage_S[1]):+.4f}",
         f"divided by the sample's spread (G - 1, as TRL does): {float(sample.advantage_S[0]):+.4f} and "
         f"{float(sample.advantage_S[1]):+.4f}",
     ]

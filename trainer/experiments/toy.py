@@ -30,7 +30,9 @@ def toy(bench: Bench) -> Outcome:
     outcome = Outcome(name="toy")
     outcome.checks = [
         expect(
-            "mean P(right) starts at 0.2, which is chance", f"{curves[0].mean():.3f}", abs(curves[0].mean() - 0.2) < 1e-6
+            "mean P(right) starts at 0.2, which is chance",
+            f"{curves[0].mean():.3f}",
+            abs(curves[0].mean() - 0.2) < 1e-6,
         ),
         expect(
             f"mean P(right) above 0.9 after {NUM_STEPS} steps, on every seed",

@@ -8,6 +8,7 @@ Letters: P points that are drawn, at most 500 a series: minimum and maximum of e
 """
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def thinned(x: Array, y: Array, max_points: int = MAX_POINTS) -> tuple[Array, Ar
         return x, y
     keep: set[int] = {0, len(x) - 1}
     edges = np.linspace(0, len(x), max_points // 2).astype(int)
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in itertools.pairwise(edges.tolist()):
         keep |= {begin + int(np.argmin(y[begin:end])), begin + int(np.argmax(y[begin:end]))}
     index = np.array(sorted(keep))
     return x[index], y[index]
@@ -199,7 +200,8 @@ def _y_labels(ticks: Sequence[float], low: float, high: float, is_log: bool) -> 
         return f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e") if is_log else _tick_text(tick, high - low)
 
     return "".join(
-        f'<span style="bottom:{100 * float(_share(tick, low, high, is_log)):.1f}%">{shown(tick)}</span>' for tick in ticks
+        f'<span style="bottom:{100 * float(_share(tick, low, high, is_log)):.1f}%">{shown(tick)}</span>'
+        for tick in ticks
     )
 
 
@@ -235,7 +237,8 @@ def _legend(i: int, series: Series) -> str:
     )
     return (
         f'<li><svg class="key" width="24" height="10" aria-hidden="true">{shape}</svg> '
-        f'<span>{escaped(series.label, 60)}</span> <output data-key="{html.escape(column_key(series.key))}"></output></li>'
+        f"<span>{escaped(series.label, 60)}</span> "
+        f'<output data-key="{html.escape(column_key(series.key))}"></output></li>'
     )
 
 
@@ -244,6 +247,5 @@ def _mark(mark: Mark, x_range: tuple[float, float]) -> str:
     if not 0 <= at <= 100:
         return ""
     sign = {"error": "✕", "warn": "!", "info": "i"}.get(mark.severity, "i")
-    return (
-        f'<span class="mark {escaped(mark.severity)}" style="left:{at:.1f}%" title="{escaped(mark.text, 200)}">{sign}</span>'
-    )
+    title = escaped(mark.text, 200)
+    return f'<span class="mark {escaped(mark.severity)}" style="left:{at:.1f}%" title="{title}">{sign}</span>'

@@ -67,7 +67,9 @@ def _series(key: str, label: str, rows: Sequence[Row], value: str, place: Mappin
     return Series(key=key, label=label, x=x[usable], y=y[usable], kind="dots" if kind == "dots" else "line")
 
 
-def _accuracy(records: Sequence[RunRecord], labels: Sequence[str], places: Sequence[Mapping[int, float]]) -> list[Series]:
+def _accuracy(
+    records: Sequence[RunRecord], labels: Sequence[str], places: Sequence[Mapping[int, float]]
+) -> list[Series]:
     return [
         _series(f"{i}/accuracy", label, record.evals, "accuracy", place, "dots")
         for i, (record, label, place) in enumerate(zip(records, labels, places, strict=True))
@@ -88,7 +90,9 @@ def _data(charts: Sequence[Chart], x_range: tuple[float, float], axis: str) -> d
     if axis == "step":
         grid = np.unique(grid.round())
     columns = {
-        column_key(series.key): [four_digits(value) for value in held_values(series.x.tolist(), series.y.tolist(), grid)]
+        column_key(series.key): [
+            four_digits(value) for value in held_values(series.x.tolist(), series.y.tolist(), grid)
+        ]
         for chart in charts
         for series in chart.series
     }
@@ -108,7 +112,10 @@ def _difference_table(found: Comparison) -> str:
 
 def _outcome_table(found: Comparison) -> str:
     to = "" if found.common_accuracy is None else f"to {percent(found.common_accuracy)}"
-    head = "".join(f"<th>{escaped(text)}</th>" for text in ("run", "before", "after", "time", "tokens", f"time {to}", f"tokens {to}", "tokens/s"))
+    head = "".join(
+        f"<th>{escaped(text)}</th>"
+        for text in ("run", "before", "after", "time", "tokens", f"time {to}", f"tokens {to}", "tokens/s")
+    )
     rows = ""
     for side in found.sides:
         cells = (
@@ -128,7 +135,8 @@ def _outcome_table(found: Comparison) -> str:
 def _pair_table(found: Comparison) -> str:
     if not found.pairs:
         return "<p class=note>The held-out answers cannot be compared problem by problem.</p>"
-    head = "<tr><th>first</th><th>second</th><th>only the first solved</th><th>only the second</th><th>p (exact McNemar)</th></tr>"
+    titles = ("first", "second", "only the first solved", "only the second", "p (exact McNemar)")
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
     rows = "".join(
         f"<tr><td>{escaped(pair.first, 60)}</td><td>{escaped(pair.second, 60)}</td><td>{pair.num_first_only}</td>"
         f"<td>{pair.num_second_only}</td><td>{pair.p_value:.2g}</td></tr>"

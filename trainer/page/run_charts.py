@@ -47,7 +47,12 @@ def run_charts(record: RunRecord, diagnosis: Diagnosis) -> tuple[list[Chart], tu
         _right(curves),
         _dead_groups(curves, record.steps),
         _length(curves),
-        _lines(curves, "Cut off", "share of answers", {"frac_truncated": "at max_new_tokens", "frac_truncated_right": "and right"}),
+        _lines(
+            curves,
+            "Cut off",
+            "share of answers",
+            {"frac_truncated": "at max_new_tokens", "frac_truncated_right": "and right"},
+        ),
         _or_off(
             _lines(curves, "KL to the reference", "nats a token", {"kl_mean": "mean"}),
             "beta is 0, there is no reference" if curves.setting("beta", 1) == 0 else None,
@@ -182,7 +187,10 @@ def chart_data(charts: Sequence[Chart], record: RunRecord, max_rows: int) -> dic
         index = np.unique(np.linspace(0, len(steps) - 1, max_rows).round().astype(int))
         steps = [steps[i] for i in index]
     keys = dict.fromkeys(
-        key for row in record.steps for key, value in row.items() if number(value) is not None and key not in ("v", "step")
+        key
+        for row in record.steps
+        for key, value in row.items()
+        if number(value) is not None and key not in ("v", "step")
     )
     columns: dict[str, list[object]] = {
         column_key(key): [four_digits(number(rows_of[step].get(key))) if step in rows_of else None for step in steps]

@@ -24,7 +24,8 @@ def sample_section(samples: Sequence[Row], *, budget_bytes: int = BUDGET_BYTES) 
     if total > budget_bytes:
         keep = max(1, int(len(shown) * budget_bytes / total))
         chosen = np.unique(np.linspace(0, len(shown) - 1, keep).round().astype(int)).tolist()
-        note = f"<p class=note>{len(chosen)} of {len(shown)} groups are shown, evenly over the run; samples.jsonl has all.</p>"
+        counts = f"{len(chosen)} of {len(shown)} groups are shown, evenly over the run"
+        note = f"<p class=note>{counts}; samples.jsonl has all.</p>"
         shown = [shown[i] for i in chosen]
         while len(shown) > 1 and sum(len(text.encode()) for text in shown) > budget_bytes:
             shown.pop(len(shown) // 2)
@@ -42,7 +43,9 @@ def _groups(samples: Sequence[Row]) -> list[tuple[str, list[Row]]]:
         else:
             heldout.setdefault((problem,), []).append(row)
     found = [(f"training, step {step:.0f}", sorted(rows, key=_by_reward)) for (step, _), rows in training.items()]
-    return found + [("held-out", sorted(rows, key=lambda row: number(row.get("step")) or 0.0)) for rows in heldout.values()]
+    return found + [
+        ("held-out", sorted(rows, key=lambda row: number(row.get("step")) or 0.0)) for rows in heldout.values()
+    ]
 
 
 def _by_reward(row: Row) -> float:
@@ -65,7 +68,9 @@ def _group_html(label: str, rows: Sequence[Row]) -> str:
 
 def _answer(row: Row, *, with_step: bool) -> str:
     facts = [
-        f"step {short(row.get('step')) if not isinstance(row.get('step'), int) else row.get('step')}" if with_step else "",
+        f"step {short(row.get('step')) if not isinstance(row.get('step'), int) else row.get('step')}"
+        if with_step
+        else "",
         escaped(row.get("reason", "-"), 40),
         f"{escaped(row.get('num_tokens', '-'), 12)} tokens",
         f"finish {escaped(row.get('finish', '-'), 12)}",
@@ -75,6 +80,7 @@ def _answer(row: Row, *, with_step: bool) -> str:
     kind = "right" if row.get("reason") == "ok" else "wrong"
     text = escaped_block(row.get("completion", ""), head=HEAD_CHARS, tail=TAIL_CHARS)
     return (
-        f'<div class="answer {kind}" id="{sample_anchor(row.get("sample_id"))}"><div class="facts"><span class="reward">reward {short(row.get("reward"))}</span> · '
+        f'<div class="answer {kind}" id="{sample_anchor(row.get("sample_id"))}"><div class="facts">'
+        f'<span class="reward">reward {short(row.get("reward"))}</span> · '
         f"{' · '.join(fact for fact in facts if fact)}</div><pre>{text}</pre></div>"
     )

@@ -57,7 +57,9 @@ def test_extreme_counts_do_not_raise(counts: list[int]) -> None:
 def test_no_fit_for_few_groups_or_changing_sizes() -> None:
     assert fit_pass_rates([1] * 19, 8) is None and fit_pass_rates([1] * 50, 1) is None
     assert recent_counts([{"num_right": [1], "group_size": 8}, {"num_right": [1], "group_size": 16}]) is None
-    assert recent_counts([{"num_right": "x", "group_size": 8}]) == ([], 8) or recent_counts([{"num_right": "x"}]) is None
+    assert (
+        recent_counts([{"num_right": "x", "group_size": 8}]) == ([], 8) or recent_counts([{"num_right": "x"}]) is None
+    )
     assert dead_groups_note([]) is None
     note = dead_groups_note([{"num_right": [0, 4, 8, 2] * 8, "group_size": 8}] * 3)
     assert note and "50 % of the last 96" in note and "with group size 4" in note

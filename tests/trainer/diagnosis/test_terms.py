@@ -1,5 +1,6 @@
 """The terms of diagnosis against plain Python, and the episodes by hand."""
 
+import itertools
 import math
 import random
 import statistics
@@ -38,7 +39,7 @@ def plain_trend(values: list[float | None], t: int) -> tuple[float, float] | Non
         return None
     last = values[t + 1 - 2 * w : t + 1]
     before, now = ([v for v in half if v is not None] for half in (last[:w], last[w:]))
-    steps = [abs(b - a) for a, b in zip(last, last[1:], strict=False) if a is not None and b is not None]
+    steps = [abs(b - a) for a, b in itertools.pairwise(last) if a is not None and b is not None]
     sigma = 1.4826 * statistics.median(steps) / math.sqrt(2)
     return statistics.fmean(now) - statistics.fmean(before), 2 * sigma * math.sqrt(2 / w)
 

@@ -88,7 +88,9 @@ def made_up(folder: Path, name: str, disease: str | None, *accuracies: float, **
     found = []
     for seed in range(3):
         run = simulated_run(seed, disease)
-        evals = [{"step": 20 * i, "accuracy": a, "accuracy_se": 0.03, "num_problems": 200} for i, a in enumerate(accuracies)]
+        evals = [
+            {"step": 20 * i, "accuracy": a, "accuracy_se": 0.03, "num_problems": 200} for i, a in enumerate(accuracies)
+        ]
         steps = [{**row, **last} for row in run.steps]
         record = RunRecord(folder=folder / f"{name}_s{seed}", run={"config": {**run.config, "lr": 5e-4}})
         record.steps, record.evals = steps, evals or run.evals

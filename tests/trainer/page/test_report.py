@@ -40,7 +40,9 @@ def test_hostile_text_is_inert(hostile_run: Path) -> None:
     names = [tag for tag, _ in found.tags]
     assert names.count("script") == 2 and "img" not in names and "iframe" not in names
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
-    assert not any(value and re.match(r"\s*(https?:|//|javascript:|data:)", value) for _, a in found.tags for value in a.values())
+    assert not any(
+        value and re.match(r"\s*(https?:|//|javascript:|data:)", value) for _, a in found.tags for value in a.values()
+    )
     policy = next(a["content"] for _, a in found.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
     assert "default-src 'none'" in policy and "script-src 'sha256-" in policy and "unsafe-eval" not in policy
     assert not set(page) & set("\x1b\x00\u202e\u2028\ud800")
@@ -71,7 +73,9 @@ def test_a_thousand_steps_stay_small_and_quick(long_run: Path) -> None:
     assert "groups are shown, evenly over the run" in page
 
 
-@pytest.mark.parametrize("log", [[], [{"v": 1, "step": 1}], [{"v": 1, "step": 1, "frac_right": 0.5}, {"v": 1, "step": 2}]])
+@pytest.mark.parametrize(
+    "log", [[], [{"v": 1, "step": 1}], [{"v": 1, "step": 1, "frac_right": 0.5}, {"v": 1, "step": 2}]]
+)
 def test_runs_that_have_little(make_run_folder: Callable[..., Path], log: list[dict[str, object]]) -> None:
     page = report_html(read_record(make_run_folder(metrics=log)))
     assert page.count("<figure") == 14
@@ -80,7 +84,10 @@ def test_runs_that_have_little(make_run_folder: Callable[..., Path], log: list[d
 
 
 def test_numbers_of_a_later_version_and_of_any_size(make_run_folder: Callable[..., Path]) -> None:
-    rows = [{"v": 1, "step": s, "grad_norm": 10.0 ** (s * 10), "logprob_gap_mean": 10.0**-s, "new_key": s} for s in range(1, 30)]
+    rows = [
+        {"v": 1, "step": s, "grad_norm": 10.0 ** (s * 10), "logprob_gap_mean": 10.0**-s, "new_key": s}
+        for s in range(1, 30)
+    ]
     page = report_html(read_record(make_run_folder(metrics=rows)))
     assert "new_key" in page and "not in the schema of this version" in page
 
@@ -109,9 +116,16 @@ def test_thinning_keeps_spikes_ends_and_order() -> None:
 
 
 def test_numbers_and_data() -> None:
-    assert [four_digits(v) for v in (1 / 3, 1234567.0, 0.0, float("nan"), None, 2.0)] == [0.3333, 1235000, 0, None, None, 2]
+    assert [four_digits(v) for v in (1 / 3, 1234567.0, 0.0, float("nan"), None, 2.0)] == [
+        0.3333,
+        1235000,
+        0,
+        None,
+        None,
+        2,
+    ]
     assert json_script("x", {"<&>\u2028": 1}).count("<") == 2
     flat = Series(key="a", label="a", x=np.array([1.0, 2.0]), y=np.array([3.0, 3.0]))
     text = chart_html(Chart(title="t", unit="u", series=[flat]), (1.0, 2.0))
-    assert "nan" not in text and 'M0.0 0.0L1000.0 0.0' in text
+    assert "nan" not in text and "M0.0 0.0L1000.0 0.0" in text
     assert "Off: the run does not log it." in chart_html(Chart(title="t", unit="u", series=[]), (0.0, 1.0))
