@@ -88,7 +88,7 @@ CASES: list[tuple[str, str, dict[str, object], list[float], dict[str, object]]] 
     ),
     ("entropy_blowup", "warn", {"entropy_mean": grow(1.0, 3.0)}, [], {}),
     ("entropy_blowup", "error", {"entropy_mean": grow(1.0, 3.0), "frac_right": grow(0.4, 0.1)}, [], {}),
-    ("accuracy_collapse", "error", {}, [0.4, 0.42, 0.05], {}),
+    ("accuracy_collapse", "error", {"frac_right": late(0.05, before=0.4, begin=30)}, [0.4, 0.42, 0.05], {}),
     ("length_racing", "warn", {"len_mean": grow(30.0, 80.0)}, [0.4, 0.4, 0.4, 0.4], {}),
     (
         "length_racing", "error", {"len_mean": grow(30.0, 90.0), "frac_truncated": grow(0.0, 0.4)},

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
+import torch
+
 from sparkgrpo.trainer.diagnose import diagnose
 from sparkgrpo.trainer.diagnosis.dead_groups import recent_counts, subset_dead_share
 from sparkgrpo.trainer.diagnosis.rules_policy import POLICY
@@ -20,6 +22,7 @@ from sparkgrpo.trainer.experiments.training_runs import (
     seeds_of,
     training_run,
 )
+from sparkgrpo.trainer.objectives import token_weights
 from sparkgrpo.trainer.run_reader import RunRecord
 
 _BATCH = {"steps": 30, "prompts_per_step": 16, "lr": 1e-6}
@@ -173,16 +176,20 @@ def length_normaliser(bench: Bench) -> Outcome:
     control = seeds_of(bench, "control", CONTROL)
     constant = seeds_of(bench, "constant-normaliser", {"normaliser": "constant"})
     growth = [[_wrong_over_right(record) for record in records] for records in (control, constant)]
+    push = {}
+    for normaliser in ("sequence", "constant"):
+        short_answer, long_answer = token_weights(
+            normaliser, torch.tensor([20.0, 200.0]), torch.tensor([True, True]), 256
+        ).tolist()
+        push[normaliser] = long_answer / short_answer
     outcome = Outcome(name="length-normaliser", runs=folders(control, constant))
     outcome.checks = [
         expect(
             "arithmetic: with `sequence` a token of a wrong answer of 200 is pushed a tenth as hard as one of 20",
-            f"1/200 against 1/20 = {20 / 200:.2f}; with `constant` both are 1/max_new_tokens",
-            True,
+            f"{push['sequence']:.2f} times as hard; with `constant` {push['constant']:.2f} times",
+            abs(push["sequence"] - 0.1) < 1e-9 and push["constant"] == 1.0,
         ),
-        expect_larger(
-            "len_wrong / len_right grows more with `sequence` than with `constant`", growth[0], growth[1], least_se=0.02
-        ),
+        expect_larger("len_wrong / len_right grows more with `sequence` than with `constant`", growth[0], growth[1]),
     ]
     outcome.remarks = [
         "the bias needs wrong answers that are longer than right ones to begin with, so no difference may be seen",

@@ -1,4 +1,4 @@
-"""The lesson's toy: five prompts, five tokens, a table of logits, plain SGD. All seeds are computed at once.
+"""The lesson's toy: five prompts, five tokens, a table of logits, plain SGD. Ten seeds are computed at once.
 
 The objective is the product's: `advantages`, `token_weights` and `linear_grpo` on unit vectors as hidden states, so
 that row n of the head is the logits of (seed, prompt) n.
@@ -18,6 +18,8 @@ from sparkgrpo.trainer.experiments.plot import Line, line_plot
 from sparkgrpo.trainer.objectives import token_weights
 
 NUM_PROMPTS = NUM_TOKENS = 5
+_SEEDS_AT_ONCE = 10
+"""Unit vectors are as long as there are seeds and prompts: more seeds at once cost more than they save."""
 GROUP_SIZE, NUM_STEPS, NUM_UPDATES, LR, EPS = 16, 80, 2, 0.3, 0.2
 
 
@@ -62,10 +64,16 @@ def toy_curves(
     Args:
         pay: Rewards from whether an answer is right (float64, 0 or 1).
     """
+    counts = [min(_SEEDS_AT_ONCE, num_seeds - begin) for begin in range(0, num_seeds, _SEEDS_AT_ONCE)]
+    return np.concatenate([_curves(count, estimator, pay, key + i) for i, count in enumerate(counts)], axis=1)
+
+
+def _curves(num_seeds: int, estimator: Estimator, pay: Callable[[torch.Tensor], torch.Tensor], key: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(key)
     N = num_seeds * NUM_PROMPTS
     right_N = torch.arange(N) % NUM_PROMPTS
     row_S = torch.arange(N).repeat_interleave(GROUP_SIZE)
+    hidden_SN = torch.eye(N)[row_S]
     logits_NV = torch.zeros(N, NUM_TOKENS)
     curve = [_p_right(logits_NV, right_N, num_seeds)]
     for _ in range(NUM_STEPS):
@@ -75,8 +83,9 @@ def toy_curves(
         graded = advantages(rewards.tolist(), row_S.tolist(), estimator)
         # A seed is a batch of its own: its share of the sum over all of them times the number of seeds.
         weight_S = token_weights("sequence", torch.ones(len(row_S)), graded.is_scored_S, 1) * num_seeds
+        old_S = logp_NV[row_S, token_S]
         for _ in range(NUM_UPDATES):
-            logits_NV = logits_NV - LR * _gradient(logits_NV, row_S, token_S, graded.advantage_S, weight_S, logp_NV)
+            logits_NV = logits_NV - LR * _gradient(logits_NV, hidden_SN, token_S, graded.advantage_S, weight_S, old_S)
         curve.append(_p_right(logits_NV, right_N, num_seeds))
     return np.array(curve)
 
@@ -88,21 +97,21 @@ def _p_right(logits_NV: torch.Tensor, right_N: torch.Tensor, num_seeds: int) -> 
 
 def _gradient(
     logits_NV: torch.Tensor,
-    row_S: torch.Tensor,
+    hidden_SN: torch.Tensor,
     token_S: torch.Tensor,
     advantage_S: torch.Tensor,
     weight_S: torch.Tensor,
-    old_logp_NV: torch.Tensor,
+    old_logp_S: torch.Tensor,
 ) -> torch.Tensor:
     head_VN = logits_NV.T.contiguous().requires_grad_()
     loss = linear_grpo(
-        torch.eye(len(logits_NV))[row_S],
+        hidden_SN,
         head_VN,
         token_S,
         advantage_S.float(),
         weight_S.float(),
         objective=GrpoObjective(eps_low=EPS, eps_high=EPS),
-        old_logprob_T=old_logp_NV[row_S, token_S],
+        old_logprob_T=old_logp_S,
     ).loss
     (gradient_VN,) = torch.autograd.grad(loss, head_VN)
     return gradient_VN.T
