@@ -19,6 +19,8 @@ from sparkgrpo.trainer.diagnose import diagnose, diagnose_rows
 from sparkgrpo.trainer.diagnosis.simulated_runs import DISEASES, simulated_run
 from sparkgrpo.trainer.run_reader import read_record
 
+FIRST_SEED = 10_000
+"""The limits were set while looking at seeds below 1,000 and the tests use those below 100: these are new to them."""
 PLAIN_LIMITS = {"frac_zero_std": 0.75, "frac_truncated": 0.15, "kl_mean": 0.5, "clip_frac": 0.2}
 
 
@@ -40,7 +42,7 @@ def healthy(num_runs: int) -> dict[str, object]:
     """Alarms on healthy simulated runs."""
     errors, warnings = Counter[str](), Counter[str]()
     runs_with_error = runs_with_warning = num_steps = true_truncation = plain = 0
-    for seed in range(num_runs):
+    for seed in range(FIRST_SEED, FIRST_SEED + num_runs):
         run = simulated_run(seed)
         num_steps += len(run.steps)
         found = diagnose_rows(run.steps, run.evals, run.config).counting("warn", is_active_only=False)
@@ -66,7 +68,7 @@ def sick(family: str, num_runs: int) -> dict[str, object]:
     """How a family is named: the planted disease alone, with others, or not."""
     alone = beside = missed = 0
     others = Counter[str]()
-    for seed in range(num_runs):
+    for seed in range(FIRST_SEED, FIRST_SEED + num_runs):
         run = simulated_run(seed, family)
         found = diagnose_rows(run.steps, run.evals, run.config).counting("warn", is_active_only=False)
         ids = {verdict.id for verdict in found}

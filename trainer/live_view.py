@@ -180,7 +180,7 @@ def _verdicts(state: ViewState) -> list[Text]:
     for verdict in found[:_MAX_VERDICTS]:
         sign, style = _SEVERITY_STYLES[verdict.severity]
         text = f" since step {verdict.first_step}: {visible_text(verdict.text, 200)}"
-        lines.append(Text(f"{sign} {verdict.id}", style=style).append(text, style="default"))
+        lines.append(Text().append(f"{sign} {verdict.id}", style=style).append(text))
     if len(found) > _MAX_VERDICTS:
         lines[-1].append(f" (and {len(found) - _MAX_VERDICTS} more)", style="dim")
     return lines
