@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from sparkgrpo.trainer.checkpoint import (
 )
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dashboard import RunView
-from sparkgrpo.trainer.diagnosis.live import LiveDiagnosis, verdict_event, verdict_sentence
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.flash_attention import load_varlen
@@ -35,18 +33,16 @@ from sparkgrpo.trainer.model.lora import add_lora, is_adapter_folder, load_merge
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, stop_ids
 from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.problem_stream import ProblemStream
+from sparkgrpo.trainer.readers import Readers, report_of
 from sparkgrpo.trainer.reference import frozen_copy
-from sparkgrpo.trainer.report import write_report
 from sparkgrpo.trainer.resume import restore
 from sparkgrpo.trainer.reward_check import MAX_UNSCORED_STEPS
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
-from sparkgrpo.trainer.run_reader import read_record
 from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
 from sparkgrpo.trainer.settings import config_json, config_sha256
-from sparkgrpo.trainer.sinks import Sinks, make_sinks
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
 from sparkgrpo.trainer.tasks.base import Problem, Task
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
@@ -102,13 +98,13 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
     with log, stop_flag() as is_asked_to_stop:
-        readers = _readers(config, log, view, progress.step)
-        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, progress=progress, **readers)
-        run.begin(model_name)
+        readers = Readers(config, log, view, step=progress.step)
+        run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, readers=readers, progress=progress)
         try:
+            run.begin(model_name)
             run.train(is_asked_to_stop)
         finally:
-            run.sinks.close()
+            readers.close()
         assert progress.eval_before is not None
         is_stopped = progress.step < config.steps
         result = TrainResult(
@@ -121,29 +117,8 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
         log.finish("stopped" if is_stopped else "finished", facts)
-    _report(log.folder, view)
+    report_of(log, view)
     return result
-
-
-def _readers(config: Config, log: RunLog, view: RunView, step: int) -> dict[str, Any]:
-    """Who reads along: loggers, and a diagnosis that knows the steps before a resume."""
-
-    def warn(text: str) -> None:
-        log.event("warning", {"text": text})
-        view.note(text)
-
-    record = read_record(log.folder)
-    before = [[row for row in rows if int(str(row["step"])) <= step] for rows in (record.steps, record.evals)]
-    diagnosis = LiveDiagnosis(config_json(config), steps=before[0], evals=before[1], warn=warn)
-    return {"diagnosis": diagnosis, "sinks": make_sinks(config.sink, log.folder, warn)}
-
-
-def _report(folder: Path, view: RunView) -> None:
-    """Write report.html; a run that is done is not lost for a page that could not be made."""
-    try:
-        view.note(f"report: {write_report(folder, folder / 'report.html')}")
-    except Exception as error:
-        view.note(f"no report ({type(error).__name__}: {error}); the run folder has everything")
 
 
 def evaluate_command(config: Config) -> dict[str, object]:
@@ -258,9 +233,8 @@ class Run:
     loop: GrpoLoop
     log: RunLog
     view: RunView
+    readers: Readers
     progress: Progress
-    diagnosis: LiveDiagnosis
-    sinks: Sinks
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
 
@@ -286,7 +260,7 @@ class Run:
                 "config": config_json(config),
             }
         )
-        self.sinks.open(read_record(self.log.folder).run)
+        self.readers.open()
         for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
@@ -339,8 +313,7 @@ class Run:
         row = evaluation.row(step)
         self.log.evaluation(row)
         self.view.evaluation(row)
-        self.sinks.evaluation(row)
-        self.diagnosis.evaluation(row)
+        self.readers.evaluation(row)
         for sample in heldout_samples(evaluation, step, self.config.num_samples):
             self._keep_sample(sample)
 
@@ -376,10 +349,7 @@ class Run:
         }
         self.log.metrics(line)
         self.view.step(line)
-        self.sinks.step(line)
-        for verdict in self.diagnosis.step(line, is_last=self.progress.step == self.config.steps):
-            self.log.event("verdict", {"step": self.progress.step, **verdict_event(verdict)})
-            self.view.note(verdict_sentence(verdict))
+        self.readers.step(line)
         error = clock_error(seconds)
         for text in (*result.warnings, *([] if error is None else [error])):
             self.log.event("warning", {"step": self.progress.step, "text": text})

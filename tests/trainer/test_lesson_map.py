@@ -16,7 +16,8 @@ TEXT = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
 
 def tables() -> list[list[str]]:
     """The cells of each row that names a file in its second cell."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| ")]
+    lines = [line for line in TEXT.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows if len(row) == 4]
 
 
