@@ -28,6 +28,8 @@ from sparkgrpo.trainer.run_reader import RunRecord
 _BATCH = {"steps": 30, "prompts_per_step": 16, "lr": 1e-6}
 """A policy that hardly moves: what a group size does is then no matter of what was learnt meanwhile."""
 
+POLICY_DISEASES = frozenset(rule.id for rule in POLICY) | {"nonfinite"}
+
 
 def named(records: Sequence[RunRecord], severity: str, disease: Collection[str], what: str) -> Check:
     """Whether every run has a verdict of one of these ids at this severity or worse, and none beside it."""
@@ -146,11 +148,10 @@ def wild(bench: Bench) -> Outcome:
     lr = float(str(control[0].config["lr"]))
     ten = seeds_of(bench, "wild-10", {"beta": 0.0, "lr": 10 * lr})
     twenty = seeds_of(bench, "wild-20", {"beta": 0.0, "lr": 20 * lr})
-    policy = {rule.id for rule in POLICY} | {"nonfinite"}
     error = accuracy_error(control[0])
     outcome = Outcome(name="wild", runs=folders(control, ten, twenty))
     for factor, records in ((10, ten), (20, twenty)):
-        outcome.checks.append(named(records, "error", policy, f"a disease of the policy at {factor} times lr"))
+        outcome.checks.append(named(records, "error", POLICY_DISEASES, f"a disease of the policy at {factor} times lr"))
         outcome.checks.append(
             expect_larger(
                 f"held-out accuracy ends below the control at {factor} times lr",

@@ -4,6 +4,7 @@ from math import comb
 
 import numpy as np
 
+from sparkgrpo.trainer.experiments.diseases import POLICY_DISEASES, named
 from sparkgrpo.trainer.experiments.outcome import Bench, Outcome, expect, expect_larger, with_range
 from sparkgrpo.trainer.experiments.plot import Line, line_plot
 from sparkgrpo.trainer.experiments.toy import toy_curves
@@ -111,6 +112,7 @@ def _real_loop(outcome: Outcome, bench: Bench) -> None:
     outcome.checks += [
         expect_larger("real loop: the group's baseline ends above raw 0/1", accuracy[0], accuracy[1], least_se=error),
         expect_larger("real loop: raw 0/1 ends above raw 5/6", accuracy[1], accuracy[2], least_se=error),
+        named(shifted, "error", POLICY_DISEASES, "a disease of the policy with raw 5/6"),
     ]
     outcome.figures["accuracy"] = dict(zip(("group", "raw 0/1", "raw 5/6"), accuracy, strict=True))
     outcome.plots["no-baseline.svg"] = accuracy_plot(

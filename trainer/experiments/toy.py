@@ -65,7 +65,12 @@ def toy_curves(
         pay: Rewards from whether an answer is right (float64, 0 or 1).
     """
     counts = [min(_SEEDS_AT_ONCE, num_seeds - begin) for begin in range(0, num_seeds, _SEEDS_AT_ONCE)]
-    return np.concatenate([_curves(count, estimator, pay, key + i) for i, count in enumerate(counts)], axis=1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a table does not pay for a second thread, and on a busy machine it waits for it
+    try:
+        return np.concatenate([_curves(count, estimator, pay, key + i) for i, count in enumerate(counts)], axis=1)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _curves(num_seeds: int, estimator: Estimator, pay: Callable[[torch.Tensor], torch.Tensor], key: int) -> np.ndarray:
