@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkgrpo.trainer.page.chart import round_ticks, tick_step
+
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 190, 38, 46
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "1 5", "14 4")
@@ -28,9 +30,9 @@ def line_plot(
     points = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not points:
         points = [(0.0, 0.0), (1.0, 1.0)]
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = y_range or (min(0.0, *(y for _, y in points)), max(y for _, y in points) * 1.05 or 1.0)
-    x_span, y_span = (x_high - x_low) or 1.0, (y_high - y_low) or 1.0
+    x_low, x_high = _round_range(0.0, max(x for x, _ in points))
+    y_low, y_high = y_range or _round_range(min(0.0, *(y for _, y in points)), max(y for _, y in points))
+    x_span, y_span = x_high - x_low, y_high - y_low
 
     def at(point: tuple[float, float]) -> str:
         x = LEFT + (WIDTH - LEFT - RIGHT) * (point[0] - x_low) / x_span
@@ -39,13 +41,12 @@ def line_plot(
 
     labels = list(dict.fromkeys(line.label for line in lines))
     parts = [f'<text class="title" x="{LEFT}" y="20">{html.escape(title)}</text>']
-    for i in range(5):
-        value = y_low + y_span * i / 4
-        y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * i / 4
+    for value in round_ticks(y_low, y_high):
+        y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - y_low) / y_span
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-        tick = x_low + x_span * i / 4
-        x = LEFT + (WIDTH - LEFT - RIGHT) * i / 4
+    for tick in round_ticks(x_low, x_high):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick - x_low) / x_span
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:.3g}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">{html.escape(x_label)}; up: {html.escape(y_label)}</text>')
     for line in lines:
@@ -61,6 +62,11 @@ def line_plot(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{html.escape(title)}">\n<style>{_sheet()}</style>\n{body}\n</svg>\n'
     )
+
+
+def _round_range(low: float, high: float) -> tuple[float, float]:
+    step = tick_step(high - low or 1.0)
+    return math.floor(low / step + 1e-9) * step, max(math.ceil(high / step - 1e-9) * step, low + step)
 
 
 def _style(i: int) -> str:

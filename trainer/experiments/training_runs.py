@@ -111,20 +111,21 @@ def accuracy_plot(title: str, variants: Mapping[str, list[RunRecord]]) -> str:
 
 
 def metric_plot(title: str, key: str, y_label: str, variants: Mapping[str, list[RunRecord]]) -> str:
-    """One metric over steps, a line a seed."""
+    """One metric over steps, a line a seed: means of five steps."""
     lines = [
-        Line(
-            label=label,
-            points=[
-                (number(row.get("step")) or 0.0, value)
-                for row in record.steps
-                if (value := number(row.get(key))) is not None
-            ],
-        )
-        for label, records in variants.items()
-        for record in records
+        Line(label=label, points=_smoothed(record, key)) for label, records in variants.items() for record in records
     ]
-    return line_plot(title, lines, x_label="step", y_label=y_label)
+    return line_plot(title, lines, x_label="step, means of five", y_label=y_label)
+
+
+def _smoothed(record: RunRecord, key: str) -> list[tuple[float, float]]:
+    known = [
+        (number(row.get("step")) or 0.0, value) for row in record.steps if (value := number(row.get(key))) is not None
+    ]
+    return [
+        (known[i][0], sum(value for _, value in known[max(0, i - 2) : i + 3]) / len(known[max(0, i - 2) : i + 3]))
+        for i in range(len(known))
+    ]
 
 
 def folders(*groups: list[RunRecord]) -> list[Path]:

@@ -73,7 +73,7 @@ def chart_html(chart: Chart, x_range: tuple[float, float]) -> str:
         return f'<figure class="chart off">{caption}<p class=note>Off: {escaped(why, 300)}.</p></figure>'
     stacked = _stacked(shown)
     low, high = _y_range(chart, stacked)
-    ticks = _log_ticks(low, high) if chart.is_log else _ticks(low, high)
+    ticks = _log_ticks(low, high) if chart.is_log else round_ticks(low, high)
     marks = "".join(_mark(mark, x_range) for mark in chart.marks)
     note = f"<p class=note>{escaped(chart.note, 400)}</p>" if chart.note else ""
     return (
@@ -130,18 +130,20 @@ def _y_range(chart: Chart, drawn: Sequence[_Drawn]) -> tuple[float, float]:
     high = max(float(values.max()), 0.0) if chart.top is None else chart.top
     low = min(float(values.min()), 0.0)
     high = high if high > low else low + 1.0
-    step = _tick_step(high - low)
+    step = tick_step(high - low)
     return math.floor(low / step + 1e-9) * step, (high if chart.top else math.ceil(high / step - 1e-9) * step)
 
 
-def _tick_step(span: float) -> float:
+def tick_step(span: float) -> float:
+    """A round distance that cuts the span into about four."""
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))
     return power * next(factor for factor in (1, 2, 2.5, 5, 10) if raw <= factor * power * (1 + 1e-9))
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    step = _tick_step(high - low)
+def round_ticks(low: float, high: float) -> list[float]:
+    """Four or five round numbers from ``low``, which is one, up to ``high``."""
+    step = tick_step(high - low)
     count = int((high - low) / step + 1e-6) + 1
     return [low + i * step for i in range(count)]
 
@@ -213,8 +215,8 @@ def _tick_text(tick: float, span: float) -> str:
 
 def _x_labels(x_range: tuple[float, float]) -> str:
     low, high = x_range
-    step = _tick_step(max(high - low, 1))
-    ticks = [low] + [t for t in _ticks(0, high) if t > low + step / 2 and t < high - step / 2] + [high]
+    step = tick_step(max(high - low, 1))
+    ticks = [low] + [t for t in round_ticks(0, high) if t > low + step / 2 and t < high - step / 2] + [high]
     span = max(high - low, 1e-9)
     return "".join(f'<span style="left:{100 * (t - low) / span:.1f}%">{short_count(t)}</span>' for t in ticks)
 
