@@ -11,6 +11,7 @@ spent for reward). The windows, the conditions under "not when", the shares of d
 ours, and estimates until healthy real runs have replaced them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sparkgrpo.trainer.dashboard import number
@@ -93,7 +94,7 @@ def _verdict(
         raised_step=int(curves.step_T[episode.raised_idx]),
         is_active=episode.is_active,
         text=finding.say(at),
-        evidence=finding.evidence(at),
+        evidence={name: value for name, value in finding.evidence(at).items() if math.isfinite(value)},
         cures=finding.cures(at) if finding.cures else rule.cures,
         sample_ids=_sample_ids(rule.sample_kind, samples, curves.step_T[at]),
         num_episodes=episode.num_episodes,
