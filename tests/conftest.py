@@ -1,7 +1,9 @@
 """Shared fixtures, and what must be set before the first import of triton and of huggingface_hub."""
 
+import functools
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from sparkgrpo.trainer.tasks.sandbox.landlock import KernelCalls, abi_version
+from sparkgrpo.trainer.tasks.sandbox.seccomp import filter_template
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
 if not torch.cuda.is_available():
@@ -77,9 +82,24 @@ def op_watch() -> OpWatch:
     return OpWatch()
 
 
+@functools.cache
+def missing_wall() -> str | None:
+    """Why no confined process can be made on this machine, or None."""
+    if sys.platform != "linux":
+        return "it is made of Linux's walls"
+    try:
+        abi_version(KernelCalls())
+        filter_template()
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, by mark."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("walls") and missing_wall() is not None:
+        pytest.skip(f"the sandbox cannot stand here: {missing_wall()}")
     if item.get_closest_marker("trl") and importlib.util.find_spec("trl") is None:
         pytest.skip("needs the extra trl: pip install -e .[trl]")

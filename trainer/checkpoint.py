@@ -201,6 +201,8 @@ def save_reference(folder: Path, reference: Decoder) -> None:
         temporary.rename(path)
         _sync(path.parent)
     except Exception as error:  # OSError, or what safetensors raises in its place
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: could not write the reference ({error}); make room") from error
 
 

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,12 @@ from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolv
 from sparkgrpo.trainer.sinks import check_sinks
 
 SECTIONS: tuple[tuple[str, str], ...] = (
-    ("what to train", "model lora_rank lora_alpha lora_targets task numbers reward preset seed steps"),
+    ("what to train", "model lora_rank lora_alpha lora_targets task numbers preset seed steps"),
+    (
+        "task and reward",
+        "reward reward_weights reward_timeout_s truncated_reward format_reward single_answer max_number max_target "
+        "xmlcount_floor data prompt_column answer_column checker heldout_frac flexible sandbox unsafe_sandbox",
+    ),
     ("machine", "device precision num_threads tokens_per_micro_batch activation_checkpointing attention"),
     (
         "rollout",
@@ -43,7 +49,10 @@ SECTIONS: tuple[tuple[str, str], ...] = (
     ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
     ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain sink"),
 )
-_EVAL_FIELDS = "model task numbers eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+_EVAL_FIELDS = (
+    "model task numbers max_number max_target data prompt_column answer_column checker heldout_frac flexible "
+    "sandbox unsafe_sandbox eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +95,7 @@ def _overview() -> str:
 def _train(arguments: list[str]) -> int:
     options = parse_options(_train_parser(), arguments)
     config_file = options.pop("config", None)
-    config, user_set, notes = _settled(options, None if config_file is None else str(config_file))
+    config, user_set, notes = settled(options, None if config_file is None else str(config_file))
     if not config.resume:
         check_new_folder(Path(config.run_dir))
     check_sinks(config.sink)
@@ -115,7 +124,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    config, _, notes = _settled(parse_options(_eval_parser(), arguments), None)
+    config, _, notes = settled(parse_options(_eval_parser(), arguments), None)
     from sparkgrpo.trainer.run import evaluate_command
 
     print("\n".join(notes[:1]), flush=True)
@@ -123,7 +132,7 @@ def _evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def _settled(options: dict[str, object], config_file: str | None) -> tuple[Config, dict[str, object], list[str]]:
+def settled(options: dict[str, object], config_file: str | None) -> tuple[Config, dict[str, object], list[str]]:
     """The configuration without any "auto" left, what the person set, and sentences about the choices made."""
     resume = options.pop("resume", None)
     if resume is not None:
@@ -135,12 +144,13 @@ def _settled(options: dict[str, object], config_file: str | None) -> tuple[Confi
 
     # PyTorch, half a second or more: every mistake that can be found without it has been found by now.
     from sparkgrpo.trainer import machine
+    from sparkgrpo.trainer.tasks.registry import check_settings
 
     device = machine.choose_device(config.device)
     model, why = machine.choose_model(config, device)
     if resume is None:
         config, user_set = resolve(options, config_file=config_file, recipe=machine.model_recipe(model))
-    _check_task(config)
+    check_settings(config, user_set)
     config = replace(
         config,
         model=model,
@@ -151,15 +161,6 @@ def _settled(options: dict[str, object], config_file: str | None) -> tuple[Confi
     return config, user_set, [why, *_notes_about_objective(config)]
 
 
-def _check_task(config: Config) -> None:
-    from sparkgrpo.trainer.tasks.registry import make_task, task_options
-
-    try:
-        make_task(config.task, task_options(config))
-    except ValueError as error:
-        raise UserError(f"task: {error}") from None
-
-
 def _notes_about_objective(config: Config) -> list[str]:
     if config.inner_epochs * config.mini_batches > 1 or config.advantage not in GROUP_BASELINES:
         return []
@@ -167,7 +168,8 @@ def _notes_about_objective(config: Config) -> list[str]:
 
 
 def _new_run_dir(config: Config) -> str:
-    name = f"runs/{time.strftime('%Y-%m-%d_%H%M')}_{config.task}_{config.preset}_s{config.seed}"
+    task = re.sub(r"\W+", "-", config.task)  # "gym:sudoku", "mine.py:MyTask"
+    name = f"runs/{time.strftime('%Y-%m-%d_%H%M')}_{task}_{config.preset}_s{config.seed}"
     number = 1
     while Path(name if number == 1 else f"{name}_{number}").exists():
         number += 1

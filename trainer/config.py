@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparkgrpo.trainer.contradictions import contradiction, lora_targets_problem
+from sparkgrpo.trainer.task_config import TaskConfig, task_value_problem
 
 MIN_TEMPERATURE = 0.05  # that of rollout/engine.py, which loads PyTorch: the command line is checked before that
 GROUP_BASELINES = ("group", "mean", "batch", "rloo")  # advantages that compare a completion with its siblings
@@ -25,7 +26,7 @@ class UserError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(TaskConfig):
     """Every choice of a run. `UserError` for a value of the wrong type, out of range, or at odds with another."""
 
     model: str = "auto"
@@ -37,10 +38,6 @@ class Config:
 
     numbers: str = "3"
     """Numbers in a Countdown puzzle: 2 (easy), 3, 4 (hard), or a mix such as "2,3"."""
-
-    reward: Literal["strict", "sloppy"] = "strict"
-    """What training pays: "strict" pays a right answer; "sloppy" pays whenever the target's digits occur anywhere, an
-    experiment in reward hacking. Accuracy is always strict."""
 
     preset: str = "grpo"
     """Named objective: sets advantage, normaliser, surrogate, ratio, clip range and beta."""
@@ -246,7 +243,7 @@ def value_problem(name: str, value: object) -> str | None:
         return f'expected 2, 3, 4 or a mix such as "2,3", got {value!r}'
     if name == "lora_targets":
         return lora_targets_problem(str(value))
-    return None
+    return task_value_problem(name, value)
 
 
 def field_types() -> dict[str, object]:
@@ -350,4 +347,10 @@ _RANGES = {
     "num_samples": _FROM_ZERO,
     "checkpoint_every": _FROM_ZERO,
     "keep_checkpoints": _COUNT,
+    "reward_timeout_s": _POSITIVE,
+    "format_reward": _Range(0, 0.1),
+    "max_number": _Range(2, 999),
+    "max_target": _Range(2, 999_999),
+    "xmlcount_floor": _Range(-math.inf, 0),
+    "heldout_frac": _Range(0, 0.9),
 }

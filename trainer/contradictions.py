@@ -36,6 +36,8 @@ NAMES_ELSEWHERE = {
     "mask_truncated_completions": "here it is mask_truncated",
     "gradient_checkpointing": "here it is activation_checkpointing",
     "sync_ref_model": "here it is sync_every and sync_mix",
+    "train_dataset": "here it is dataset",
+    "output_dir": "here it is run_dir",
 }
 """Options that people bring along from other trainers, and what to do in their place."""
 
@@ -121,6 +123,15 @@ def _two_folders(config: "Config") -> str | None:
     return None
 
 
+def _no_walls(config: "Config") -> str | None:
+    if config.sandbox == "basic" and not config.unsafe_sandbox:
+        return (
+            'sandbox: "basic" puts no walls around programs that the model writes: they could read, change and send '
+            'your files; expected "strict" or "bwrap", or --unsafe-sandbox beside it if you accept that'
+        )
+    return None
+
+
 def _reference_that_is_not_there(config: "Config") -> str | None:
     if not config.sync_every:
         return None
@@ -183,6 +194,7 @@ _CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     _eval_temperature,
     _schedule_that_never_begins,
     _two_folders,
+    _no_walls,
     _reference_that_is_not_there,
     _ratio_applied_twice,
     _dead_groups_that_teach,

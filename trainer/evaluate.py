@@ -2,44 +2,51 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
+from sparkgrpo.trainer.metrics import SCORED
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Sampling
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score, Task, start_scoring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """One pass over the held-out problems."""
 
+    report: Mapping[str, float | None] = field(default_factory=dict)
+    """What the task adds to the line: a constant guess, say."""
+
     problems: Sequence[Problem]
     completions: Sequence[Completion]
     scores: Sequence[Score]
 
     @property
-    def accuracy(self) -> float:
-        """Share of right answers."""
-        return fmean(score.is_right for score in self.scores)
+    def accuracy(self) -> float | None:
+        """Share of right answers; None for a task without a strict check. What could not be judged is left out."""
+        judged = [score.is_right for score in self.scores if score.reward is not None and score.reason != SCORED]
+        return fmean(judged) if judged else None
 
     def row(self, step: int) -> dict[str, object]:
         """The line of evals.jsonl."""
         n, p = len(self.scores), self.accuracy
         bits = "".join(str(int(score.is_right)) for score in self.scores)
         counts = Counter(score.reason for score in self.scores)
+        rewards = [score.reward for score in self.scores if score.reward is not None]
         return {
             "step": step,
             "num_problems": n,
             "accuracy": p,
-            "accuracy_se": math.sqrt(p * (1 - p) / n),
+            "accuracy_se": None if p is None else math.sqrt(p * (1 - p) / n),
             "right_bits": f"{int(bits, 2):0{-(-n // 4)}x}",
-            "reward_mean": fmean(float(score.reward or 0.0) for score in self.scores),
+            "reward_mean": fmean(rewards) if rewards else None,
             "len_mean": fmean(len(completion.token_ids) for completion in self.completions),
             "frac_truncated": fmean(completion.is_truncated for completion in self.completions),
+            **self.report,
             **{f"reason/{reason}": count / n for reason, count in sorted(counts.items())},
         }
 
@@ -63,5 +70,10 @@ def evaluate(
     sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
     rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
+    start_scoring(task, problems, completions)
     scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
-    return Evaluation(problems=problems, completions=completions, scores=scores)
+    if all(score.reward is None for score in scores):  # no strict check: what training pays is all there is to see
+        scores = task.reward(problems, completions)
+    has_report = isinstance(task, EvaluationReport)
+    report = task.evaluation_report(problems, completions, scores) if has_report else {}
+    return Evaluation(problems=problems, completions=completions, scores=scores, report=report)

@@ -6,7 +6,7 @@ Every random number is keyed by (seed, step, problem, completion, position), so 
 and the place in the stream of problems, and on nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.sampling_rounds import Round, Sampled, sample_batch
 from sparkgrpo.trainer.shaping import shaped_rewards
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, StepObserver, StepReport, Task, start_scoring
 from sparkgrpo.trainer.update import Updater
 
 
@@ -48,6 +48,8 @@ class StepResult:
     """0 for completions that were not trained on."""
     warnings: Sequence[str]
     """What went wrong on the way and did not stop the step, a sentence each."""
+    extras: Mapping[str, Sequence[object]]
+    """What reward functions keep beside the samples, by column."""
 
 
 class GrpoLoop:
@@ -95,6 +97,8 @@ class GrpoLoop:
             FloatingPointError: The policy's logits are not finite.
         """
         config = self.config
+        if isinstance(self.task, StepObserver):
+            self.task.begin_step(step, config.prompts_per_step)
         start = (step - 1) * config.prompts_per_step + self.num_extra_problems
         sampled = sample_batch(config, self.stream, start, lambda drawn: self._round(drawn, step))
         self.num_extra_problems += sampled.end - start - config.prompts_per_step
@@ -103,19 +107,21 @@ class GrpoLoop:
         self.unscored_in_a_row = 0 if is_scored else self.unscored_in_a_row + 1
         rewards = shaped_rewards([score.reward for score in sampled.scores], sampled.rollout.length_S.tolist(), config)
         batch, takes_part_S, advantage_S = self._graded(sampled, rewards)
+        report = self.task.take_report() if isinstance(self.task, StepObserver) else StepReport()
         learned = self.updater.update(batch, takes_part_S, learning_rate(config, step))
         reference = self.updater.reference
         if reference is not None and config.sync_every and step % config.sync_every == 0:
             with self.clock.phase("t_opt"):
                 move_reference(reference, self.updater.model, config.sync_mix)
         return StepResult(
-            metrics={"step": step, **self._batch_metrics(sampled, rewards), **learned},
+            metrics={"step": step, **self._batch_metrics(sampled, rewards), **report.metrics, **learned},
             num_prompt_tokens=sampled.rollout.stats.num_prompt_tokens,
             problems=sampled.asked,
             completions=sampled.completions,
             scores=sampled.scores,
             advantages=advantage_S.tolist(),
-            warnings=self.reward_check.take_faults(),
+            warnings=[*self.reward_check.take_faults(), *report.warnings],
+            extras=report.extras,
         )
 
     def evaluate(self) -> Evaluation:
@@ -131,6 +137,7 @@ class GrpoLoop:
         with self.clock.phase("t_reward"):
             asked = [drawn.problems[n] for n in rollout.prompt_of_row_S.tolist()]
             completions = self.dialogue.completions(rollout)
+            start_scoring(self.task, asked, completions)
             scores = self.reward_check.scores(asked, completions)
             verdicts = [self.task.verify(problem, answer) for problem, answer in zip(asked, completions, strict=True)]
         return Round(
@@ -184,7 +191,7 @@ class GrpoLoop:
             group_ids=rollout.prompt_of_row_S.tolist(),
             rewards=rewards,
             is_right=[score.is_right for score in sampled.scores],
-            is_right_strict=[verdict.is_right for verdict in sampled.verdicts],
+            is_right_strict=[None if v.reward is None else v.is_right for v in sampled.verdicts],
             reasons=reasons,
             parts=[score.parts for score in sampled.scores],
             lengths=rollout.length_S.tolist(),
@@ -197,6 +204,7 @@ class GrpoLoop:
             "num_rounds": sampled.num_rounds,
             "num_prompts_trained": sum(sampled.is_kept_N),
             "num_prompts_dropped": self.num_prompts_dropped,
+            "num_reward_restarts": 0,
             "num_tokens": rollout.stats.num_new_tokens,
             "t_gen_prefill": rollout.stats.t_prefill_s,
             "t_gen_decode": rollout.stats.t_decode_s,

@@ -13,7 +13,10 @@ EMBEDDED = "embedded"
 DEFAULT_CUDA_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EMBEDDED_FOLDER = Path(__file__).parent / "embedded" / "model"
 _HUB_TIMEOUT_S = 5.0
-_OF_A_RUN = ("task", "numbers", "max_new_tokens", "eval_problems", "eval_temperature")
+_OF_A_RUN = (
+    *("task", "numbers", "max_number", "max_target", "data", "prompt_column", "answer_column", "checker"),
+    *("heldout_frac", "max_new_tokens", "eval_problems", "eval_temperature"),
+)
 
 
 def choose_device(device: str) -> torch.device:

@@ -13,6 +13,10 @@ from statistics import fmean
 
 REWARD_ERROR = "reward_error"
 """Reason code of a completion whose reward could not be had, in every task."""
+SCORED = "scored"
+"""Reason code of a completion that reward functions scored and no strict check judged."""
+MANY_ANSWERS = "many_answers"
+"""The part that says whether a text has several answer blocks; its mean is logged as `frac_many_answers`."""
 SCHEMA_VERSION = 1
 """``v`` of every line. Keys are added freely; a changed meaning raises it."""
 
@@ -49,8 +53,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward_std_within", "mean over groups of their population std: is there anything to learn?"),
     Metric("reward_best_mean", "mean over groups of their best reward"),
     Metric("part/", "mean of a named part of the reward over the completions that have it"),
+    Metric("metric/", "what reward functions logged under this name: mean over the batch"),
     Metric("reason/", "share of completions with this reason code; absent when it was never seen", "fraction"),
-    Metric("frac_right", "right completions / scored completions", "fraction"),
+    Metric("frac_right", "right / scored completions; null where no task judges what is scored", "fraction"),
+    Metric("frac_many_answers", "completions with several answer blocks / all; null for other tasks", "fraction"),
     Metric("num_right", "right completions of every group, in order"),
     Metric("frac_right_strict", "strictly right completions / all; null for a task without strict check", "fraction"),
     Metric("hack_gap", "frac_right - frac_right_strict; null like it"),
@@ -67,6 +73,7 @@ METRICS: tuple[Metric, ...] = (
         "completions whose reward raised or was not finite, unscored, / all",
         "fraction",
     ),
+    Metric("num_reward_restarts", "scoring processes that missed a deadline or died, and were replaced"),
     Metric("len_mean", "mean length of a completion", "tokens"),
     Metric("len_max", "longest completion", "tokens"),
     Metric("len_right_mean", "mean length of right completions; null without any", "tokens"),
@@ -158,8 +165,8 @@ class Batch:
     """Reward; None: unscored."""
     is_right: Sequence[bool]
     """Right by the reward."""
-    is_right_strict: Sequence[bool] | None
-    """Right by the strict check; None for a task without one."""
+    is_right_strict: Sequence[bool | None] | None
+    """Right by the strict check; None for a task without one, and where it could not judge."""
     reasons: Sequence[str]
     """Reason code."""
     parts: Sequence[Mapping[str, float]]
@@ -201,15 +208,17 @@ def _reward_metrics(batch: Batch) -> dict[str, MetricValue]:
 
 
 def _share_metrics(batch: Batch, seen_reasons: Collection[str]) -> dict[str, MetricValue]:
-    scored = [right for right, reward in zip(batch.is_right, batch.rewards, strict=True) if reward is not None]
+    judged = zip(batch.is_right, batch.rewards, batch.reasons, strict=True)
+    scored = [right for right, reward, reason in judged if reward is not None and reason != SCORED]
     frac_right = _mean(scored)
-    strict = None if batch.is_right_strict is None else _mean(batch.is_right_strict)
-    names = sorted({name for parts in batch.parts for name in parts})
+    strict = _mean([right for right in batch.is_right_strict or () if right is not None])
+    names = sorted({name for parts in batch.parts for name in parts} - {MANY_ANSWERS})
     codes = sorted({*batch.reasons, *seen_reasons})
     return {
         "frac_right": frac_right,
         "frac_right_strict": strict,
         "hack_gap": None if frac_right is None or strict is None else frac_right - strict,
+        "frac_many_answers": _mean([parts[MANY_ANSWERS] for parts in batch.parts if MANY_ANSWERS in parts]),
         **{f"part/{name}": _mean([parts[name] for parts in batch.parts if name in parts]) for name in names},
         "frac_reward_error": batch.reasons.count(REWARD_ERROR) / len(batch.reasons),
         **{f"reason/{code}": batch.reasons.count(code) / len(batch.reasons) for code in codes},

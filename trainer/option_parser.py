@@ -55,11 +55,9 @@ def parse_options(parser: OptionParser, arguments: Sequence[str]) -> dict[str, o
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
         kind = "option" if word.startswith("-") else "argument"
         options = [option for action in parser._actions for option in action.option_strings]
-        hint = (
-            name_elsewhere(word)
-            or nearest(word.partition("=")[0], options)
-            or f"; {parser.prog} --help lists the options"
-        )
+        elsewhere = name_elsewhere(word) if parser.prog == "sparkgrpo train" else ""
+        hint = elsewhere or nearest(word.partition("=")[0], options)
+        hint = hint or f"; {parser.prog} --help lists the options"
         raise UserError(f"unknown {kind} {word!r}{hint}")
     return vars(known)
 

@@ -1,6 +1,7 @@
-"""Who reads along while a run goes: other loggers and diagnosis; and the report at its end. None can end a run."""
+"""Who reads along while a run goes: the view, other loggers, diagnosis; and the report at its end. None can end a run."""
 
 from collections.abc import Mapping
+from typing import Self
 
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dashboard import RunView
@@ -27,12 +28,16 @@ class Readers:
         steps, evals = ([row for row in rows if int(str(row["step"])) <= step] for rows in (record.steps, record.evals))
         self._diagnosis = LiveDiagnosis(config_json(config), steps=steps, evals=evals, warn=self._warn)
 
-    def open(self) -> None:
-        """The run begins: its run.json is whole."""
+    def open(self, facts: Mapping[str, object]) -> None:
+        """The run begins: its run.json is whole. Facts are those of `RunView.start` that the configuration lacks."""
+        config = config_json(self._config)
+        chosen = {name: config[name] for name in ("steps", "eval_every")}
+        self._view.start({"run_dir": str(self._log.folder), **facts, **chosen, "config": config})
         self._sinks.open(read_record(self._log.folder).run)
 
     def step(self, line: Mapping[str, object]) -> None:
         """A line of metrics.jsonl was written."""
+        self._view.step(line)
         self._sinks.step(line)
         for verdict in self._diagnosis.step(line, is_last=line.get("step") == self._config.steps):
             self._log.event("verdict", {"step": line.get("step"), **verdict_event(verdict)})
@@ -40,11 +45,14 @@ class Readers:
 
     def evaluation(self, row: Mapping[str, object]) -> None:
         """A line of evals.jsonl was written."""
+        self._view.evaluation(row)
         self._sinks.evaluation(row)
         self._diagnosis.evaluation(row)
 
-    def close(self) -> None:
-        """The run is over, well or not."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._sinks.close()
 
     def _warn(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +42,10 @@ from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
 from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.score import ForwardOptions
-from sparkgrpo.trainer.settings import config_json, config_sha256
+from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag, stop_flag
-from sparkgrpo.trainer.tasks.base import Problem, Task
-from sparkgrpo.trainer.tasks.registry import make_task, task_options
+from sparkgrpo.trainer.tasks.base import Problem, Task, TaskOpening
+from sparkgrpo.trainer.tasks.registry import evaluation_task, run_task
 from sparkgrpo.trainer.update import Updater
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,8 +61,8 @@ class TrainResult:
     run_dir: str
     steps: int
     """Steps done, from the beginning of the run."""
-    eval_before: float
-    """Held-out accuracy before step 1, a fraction."""
+    eval_before: float | None
+    """Held-out accuracy before step 1, a fraction; None for a task without a strict check."""
     eval_after: float | None
     """Held-out accuracy after the last step; None where it is not known: a stop does not wait for an evaluation."""
     wall_s: float
@@ -70,16 +70,30 @@ class TrainResult:
     """Asked to stop (Ctrl-C, SIGTERM) before the last step; the checkpoint is there to go on from."""
 
 
-def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
+def train(
+    config: Config,
+    *,
+    user_set: Mapping[str, object],
+    view: RunView,
+    task: Task | None = None,
+    reward_functions: Sequence[str | Callable[..., object]] = (),
+) -> TrainResult:
     """Train as configured, or go on with the run that `config.resume` names.
 
     Args:
         user_set: What the person set, for run.json.
         view: Shows the run; it is closed by the caller.
+        task: An object in place of the task that the configuration names; closed here.
+        reward_functions: In place of the reward that the configuration names.
 
     Raises:
         UserError: A mistake in the configuration, a model or folder that cannot be used, a run that diverged.
     """
+    with run_task(config, user_set, warn=view.note, task=task, functions=reward_functions) as opening:
+        return _train(config, opening, user_set=user_set, view=view)
+
+
+def _train(config: Config, opening: TaskOpening, *, user_set: Mapping[str, object], view: RunView) -> TrainResult:
     start = time.monotonic()
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
@@ -87,8 +101,8 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
     # Under LoRA a checkpoint holds the adapters alone.
     base = model_source(model_name)
     loaded = _load(config, device, base if checkpoint is None or config.lora_rank else str(checkpoint))
-    loop = build_loop(config, loaded, make_task(config.task, task_options(config)))
-    environment = describe(device, Path(__file__))
+    loop = build_loop(config, loaded, opening.task)
+    environment = {**describe(device, Path(__file__)), **opening.facts}
     if checkpoint is None:
         progress = Progress()
         log = RunLog.create(config, user_set=user_set, environment=environment)
@@ -97,15 +111,12 @@ def train(config: Config, *, user_set: Mapping[str, object], view: RunView) -> T
         for fault in newer_but_damaged(Path(config.resume)):
             view.note(f"{fault}; going on from {checkpoint.name}")
         log = RunLog.reopen(config, step=progress.step, environment=environment)
-    with log, stop_flag() as is_asked_to_stop:
-        readers = Readers(config, log, view, step=progress.step)
+    with log, stop_flag() as is_asked_to_stop, Readers(config, log, view, step=progress.step) as readers:
         run = Run(config=config, loaded=loaded, loop=loop, log=log, view=view, readers=readers, progress=progress)
-        try:
-            run.begin(model_name)
-            run.train(is_asked_to_stop)
-        finally:
-            readers.close()
-        assert progress.eval_before is not None
+        run.begin(model_name)
+        for note in opening.notes:
+            view.note(note)
+        run.train(is_asked_to_stop)
         is_stopped = progress.step < config.steps
         result = TrainResult(
             run_dir=str(log.folder),
@@ -127,16 +138,19 @@ def evaluate_command(config: Config) -> dict[str, object]:
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     loaded = _load(config, device, model_source(model_name))
-    task, dialogue = make_task(config.task, task_options(config)), Dialogue(loaded.tokenizer)
-    problems = heldout_problems(task, config)
-    longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
-    plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
-    engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-    row = evaluate(engine, dialogue, task, problems, config).row(0)
+    with evaluation_task(config) as task:
+        dialogue = Dialogue(loaded.tokenizer)
+        problems = heldout_problems(task, config)
+        longest_prompt = _longest_prompt(config, loaded, dialogue, problems)
+        plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
+        engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
+        evaluation = evaluate(engine, dialogue, task, problems, config)
+    row = evaluation.row(0)
     return {
         "model": model_name,
         "task": config.task,
         **{key: row[key] for key in ("num_problems", "accuracy", "accuracy_se")},
+        **evaluation.report,
         "wall_s": round(time.monotonic() - start, 3),
     }
 
@@ -247,20 +261,15 @@ class Run:
         if self.progress.step == 0:
             facts["model"] = {"name": model_name, "num_params": num_params, "weights_sha256": weights_sha256(model)}
         self.log.update(facts)
-        self.view.start(
+        self.readers.open(
             {
-                "run_dir": str(self.log.folder),
                 "model": model_name,
                 "device": model.device.type,
                 "precision": str(model.dtype).removeprefix("torch."),
-                "steps": config.steps,
                 "first_step": self.progress.step + 1,
-                "eval_every": config.eval_every,
                 "num_params": num_params,
-                "config": config_json(config),
             }
         )
-        self.readers.open()
         for note in (*self.loaded.notes, *_heldout_notes(config, self.loop)):
             self.view.note(note)
 
@@ -268,7 +277,7 @@ class Run:
         """All steps that are left, with their evaluations and checkpoints; a stop is saved and not evaluated."""
         config, progress = self.config, self.progress
         try:
-            if progress.eval_before is None:
+            if progress.eval_step < 0:
                 self._evaluate()
                 progress.eval_before = progress.eval_after
             self.loop.clock.start_step()
@@ -312,7 +321,6 @@ class Run:
         self.progress.eval_after, self.progress.eval_step = evaluation.accuracy, step
         row = evaluation.row(step)
         self.log.evaluation(row)
-        self.view.evaluation(row)
         self.readers.evaluation(row)
         for sample in heldout_samples(evaluation, step, self.config.num_samples):
             self._keep_sample(sample)
@@ -325,6 +333,7 @@ class Run:
             result.scores[:G],
             result.advantages[:G],
             self.progress.step,
+            {column: values[:G] for column, values in result.extras.items()},
         )
         for sample in group:
             self._keep_sample(sample)
@@ -348,7 +357,6 @@ class Run:
             **seconds,
         }
         self.log.metrics(line)
-        self.view.step(line)
         self.readers.step(line)
         error = clock_error(seconds)
         for text in (*result.warnings, *([] if error is None else [error])):
@@ -382,7 +390,7 @@ class Run:
 
 
 def _heldout_notes(config: Config, loop: GrpoLoop) -> list[str]:
-    missing = config.eval_problems - len(loop.heldout)
+    missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
     return [f"{missing} held-out problems are left out: their prompts are too long"] if missing > 0 else []
 
 

@@ -129,7 +129,7 @@ class RunLog:
         """Append a completion; its ``completion`` is cut to 4,000 characters, head and tail.
 
         Keys: sample_id, step, split ("train" or "heldout"), problem, prompt, completion, num_tokens, reward, parts,
-        reason, finish ("stop" or "length"), advantage.
+        reason, detail, finish ("stop" or "length"), advantage.
         """
         self._append("samples", {**row, "completion": _head_and_tail(str(row.get("completion", "")))})
 

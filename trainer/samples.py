@@ -1,6 +1,6 @@
 """Rows of samples.jsonl: completions for people to read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sparkgrpo.trainer.evaluate import Evaluation
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
@@ -15,8 +15,9 @@ def sample_row(
     split: str,
     index: int,
     advantage: float | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """One completion with its judgement; `advantage` is null outside training."""
+    """One completion with its judgement; `advantage` is null outside training, `extra` is what functions kept of it."""
     prompt = problem.prompt[-1]
     return {
         "sample_id": f"{step}-{split}-{index}",
@@ -29,8 +30,10 @@ def sample_row(
         "reward": score.reward,
         "parts": dict(score.parts),
         "reason": score.reason,
+        **({"detail": score.detail} if score.detail else {}),
         "finish": "length" if completion.is_truncated else "stop",
         "advantage": advantage,
+        **({"extra": dict(extra)} if extra else {}),
     }
 
 
@@ -43,8 +46,16 @@ def heldout_samples(evaluation: Evaluation, step: int, count: int) -> Iterator[d
 
 
 def group_samples(
-    problem: Problem, completions: Sequence[Completion], scores: Sequence[Score], advantages: Sequence[float], step: int
+    problem: Problem,
+    completions: Sequence[Completion],
+    scores: Sequence[Score],
+    advantages: Sequence[float],
+    step: int,
+    extras: Mapping[str, Sequence[object]] | None = None,
 ) -> Iterator[dict[str, object]]:
-    """One whole training group."""
+    """One whole training group; extras hold a value for each of its completions, by column."""
     for index, (completion, score) in enumerate(zip(completions, scores, strict=True)):
-        yield sample_row(problem, completion, score, step=step, split="train", index=index, advantage=advantages[index])
+        extra = {column: values[index] for column, values in (extras or {}).items()}
+        yield sample_row(
+            problem, completion, score, step=step, split="train", index=index, advantage=advantages[index], extra=extra
+        )

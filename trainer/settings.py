@@ -25,10 +25,10 @@ PRESET_FOLDER = Path(__file__).parent / "presets"
 # What a resumed run may do differently: how long, how often, on what; never what is learnt from what.
 CHANGEABLE_ON_RESUME = frozenset(
     ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device", "num_threads", "tokens_per_micro_batch")
-) | {"plain", "sink", "activation_checkpointing", "attention"}
+) | {"plain", "sink", "activation_checkpointing", "attention", "sandbox", "unsafe_sandbox"}
 _WITHOUT_EFFECT_ON_RESULTS = frozenset(
-    ("run_dir", "resume", "plain", "sink", "checkpoint_every", "keep_checkpoints", "num_samples")
-)
+    ("run_dir", "resume", "plain", "sink", "checkpoint_every", "keep_checkpoints", "num_samples", "sandbox")
+) | {"unsafe_sandbox"}
 
 
 def resolve(
@@ -132,13 +132,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
 @functools.cache
 def field_docs() -> dict[str, str]:
     """The docstring under every field of `Config`, on one line, by field name; for ``--help``."""
-    body = ast.parse(inspect.getsource(Config)).body[0]
-    assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), statement.target.id
-            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    for part in (*Config.__bases__, Config):
+        body = ast.parse(inspect.getsource(part)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), (
+                    statement.target.id
+                )
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
 
 

@@ -91,7 +91,8 @@ def test_the_batch_that_is_trained_on(
     result = loop.step(4)
     ((batch, takes_part, lr),) = seen
     assert lr == pytest.approx(4e-4) and result.metrics["loss"] == 7.0 and result.metrics["step"] == 4
-    assert list(batch.prompts) == [[4], [0], [1]], "problems 9 to 11 of the stream of five"
+    asked = [problem.columns["answer"] for problem in loop.task.problems(1, 9, 3)]
+    assert list(batch.prompts) == [[token] for token in asked], "problems 9 to 11 of the stream of five"
     assert batch.prompt_of_row_S == tuple(n for n in range(3) for _ in range(10))
     assert batch.token_R.tolist() == [token for c in result.completions for token in c.token_ids]
     assert batch.length_S == tuple(len(c.token_ids) for c in result.completions)
@@ -100,7 +101,7 @@ def test_the_batch_that_is_trained_on(
     assert any(is_truncated) and not all(is_truncated)
     expected = [s % 3 != 2 and not (mask_truncated and is_truncated[s]) for s in range(30)]
     assert takes_part == expected
-    assert [problem.identity for problem in result.problems] == [f"echo:{n}" for n in (4, 0, 1) for _ in range(10)]
+    assert [problem.identity for problem in result.problems] == [f"echo:{n}" for n in asked for _ in range(10)]
     assert result.num_prompt_tokens == 3 and result.metrics["num_tokens"] == len(batch.token_R)
     assert (result.metrics["num_prompts"], result.metrics["group_size"]) == (3, 10)
 

@@ -13,6 +13,7 @@ from sparkgrpo.trainer.checkpoint import checkpoints
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.optim import MasterAdamW, OptimStats
 from sparkgrpo.trainer.runlog import RunLog, read_run
+from sparkgrpo.trainer.tasks import registry
 
 Make = Callable[..., Any]
 
@@ -21,7 +22,7 @@ Make = Callable[..., Any]
     ("values", "message"),
     [
         ({"task": "cuontdown"}, "unknown task 'cuontdown': did you mean 'countdown'"),
-        ({"task": "echo"}, "echo:0 is made of token ids .* expected a task with text"),
+        ({"task": "echo", "reward": "auto"}, "echo:0 is made of token ids .* expected a task with text"),
         ({"max_new_tokens": 500}, "countdown:.*: expected prompt and completion within the model's 512 positions"),
         ({"group_size": 65536, "max_new_tokens": 200}, "the run needs .* GiB can be used; largest: .* --group-size"),
         ({"tokens_per_micro_batch": 1 << 40}, "the run needs .* largest: activations of a micro-batch"),
@@ -53,7 +54,7 @@ def test_a_long_prompt_that_comes_later_is_named(
 ) -> None:
     """Only the first prompts are looked at before the start."""
     monkeypatch.setattr(run, "PROMPTS_LOOKED_AT", 1)
-    task = run.make_task("countdown", run.task_options(configured(tmp_path)))
+    task = registry.make_task("countdown", registry.task_options(configured(tmp_path)))
     original = type(task).problems
 
     def problems(self: object, seed: int, start: int, count: int) -> list:
@@ -131,7 +132,7 @@ def test_a_reward_that_breaks_later_is_counted_named_and_ends_the_run(
 ) -> None:
     """One bad step goes by; three in a row stop the run with a checkpoint, from which it goes on once mended."""
     config = configured(tmp_path / "run", eval_every=0)
-    task_type = type(run.make_task("countdown", run.task_options(config)))
+    task_type = type(registry.make_task("countdown", registry.task_options(config)))
     original, calls = task_type.reward, []
 
     def reward(self: object, problems: list, completions: list) -> list:
@@ -161,7 +162,7 @@ def test_a_reward_that_never_worked_keeps_its_traceback(
     configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(tmp_path / "run")
-    task_type = type(run.make_task("countdown", run.task_options(config)))
+    task_type = type(registry.make_task("countdown", registry.task_options(config)))
     monkeypatch.setattr(task_type, "reward", lambda self, problems, completions: completions[0].no_such_thing)
     with pytest.raises(AttributeError, match="no_such_thing"):
         record(tmp_path / "run").train(config)

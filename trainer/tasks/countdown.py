@@ -1,7 +1,7 @@
 """Countdown: write an expression that uses each of the given numbers once and equals the target.
 
 A problem is a chain ((a op b) op c) op d of random + - * over n numbers from 1..20 whose value, the target, lies in
-1..200; the numbers are then shuffled. So every problem has a solution.
+1..200 (both ranges are options); the numbers are then shuffled. So every problem has a solution.
 
 The checker reads hostile text: three linear scans find the answer block, at most 256 characters of it are read, by a
 tokenizer and a recursive descent on exact fractions. No eval, no float, no pattern that could backtrack. A verdict is
@@ -13,19 +13,29 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast
 
-from sparkgrpo.trainer.tasks.base import OK, Completion, KeyedDraws, Problem, Score, is_heldout, stream_key
+from sparkgrpo.trainer.metrics import MANY_ANSWERS
+from sparkgrpo.trainer.tasks.answer_block import find_answer, has_many_answers
+from sparkgrpo.trainer.tasks.base import (
+    OK,
+    Completion,
+    KeyedDraws,
+    Problem,
+    Score,
+    is_heldout,
+    stream_key,
+)
 
 PROMPT = (
     "Using the numbers {nums}, write an arithmetic expression that equals {target}. Use each number exactly once. "
     "You may use + - * / and parentheses. Think briefly, then put only the expression inside <answer></answer>."
 )
 MAX_NUMBER, MAX_TARGET = 20, 200
+LARGEST_NUMBER, LARGEST_TARGET = 999, 999_999
 DEFAULT_HELDOUT_FRAC = {2: 0.40, 3: 0.05, 4: 0.05}
 """By how many numbers: of 571, 17,327 and 417,877 distinct problems these hold out 239, 803 and 20,967."""
 MAX_HELDOUT_FRAC, MAX_FORMAT_REWARD = 0.9, 0.1
 MAX_REDRAWS, MAX_STALE_DRAWS = 100_000, 5_000
 
-OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
 MAX_CHARS, MAX_DIGITS, MAX_DEPTH = 256, 6, 32
 DIGITS, SYMBOLS, BLANKS = frozenset("0123456789"), frozenset("+-*/()"), frozenset(" \t\r\n")
 LOOKALIKES = {
@@ -42,7 +52,7 @@ LOOKALIKES = {
     }.items()
     for lookalike in lookalikes
 }
-NO_ANSWER, MANY_ANSWERS = "no_answer", "many_answers"
+NO_ANSWER = "no_answer"
 WELL_FORMED = ("wrong_numbers", "div_by_zero", "wrong_value", OK)
 REASONS = (
     *(NO_ANSWER, "empty", "too_long", "non_ascii", "bad_equation", "bad_number", "bad_char", "syntax", "too_deep"),
@@ -56,6 +66,10 @@ class CountdownOptions:
 
     numbers: tuple[int, ...] = (3,)
     """How many numbers a puzzle has: 2, 3 or 4; several make an even mix (one named twice comes twice as often)."""
+    max_number: int = MAX_NUMBER
+    """Numbers are drawn from 1 to this; 2 to 999. The prompt's puzzles have 20."""
+    max_target: int = MAX_TARGET
+    """Targets lie in 1 to this; at least max_number, at most 999999."""
     heldout_frac: float | None = None
     """Share of distinct puzzles kept out of training, 0 to 0.9; None: 0.40 for 2 numbers, 0.05 for 3 and for 4."""
     reward: Literal["strict", "sloppy"] = "strict"
@@ -70,6 +84,13 @@ class CountdownOptions:
     def __post_init__(self) -> None:
         if not self.numbers or not set(self.numbers) <= DEFAULT_HELDOUT_FRAC.keys():
             raise ValueError(f"numbers must name one or more of 2, 3, 4 (such as 3, or 2 3 4), got {self.numbers!r}")
+        if not 2 <= self.max_number <= LARGEST_NUMBER:
+            raise ValueError(f"max_number must lie in 2..{LARGEST_NUMBER}, got {self.max_number}")
+        if not self.max_number <= self.max_target <= LARGEST_TARGET:
+            raise ValueError(
+                f"max_target must lie in max_number..{LARGEST_TARGET} ({self.max_number}..{LARGEST_TARGET}), "
+                f"got {self.max_target}"
+            )
         if self.heldout_frac is not None and not 0 <= self.heldout_frac <= MAX_HELDOUT_FRAC:
             raise ValueError(f"heldout_frac must lie in 0..{MAX_HELDOUT_FRAC}, got {self.heldout_frac}")
         if not 0 <= self.format_reward <= MAX_FORMAT_REWARD:
@@ -86,19 +107,6 @@ class CountdownOptions:
 
 class Reject(Exception):
     """An answer that is not a well-formed expression; carries its reason code."""
-
-
-def find_answer(text: str) -> str | None:
-    """The last opening tag that a closing tag follows, up to the first closing tag after it; None without a block.
-
-    Three linear scans: a lazy pattern needs quadratic time for many opening tags (3 s for 64 kB, measured).
-    """
-    end = text.rfind(CLOSE_TAG)
-    start = text.rfind(OPEN_TAG, 0, end) if end >= 0 else -1
-    if start < 0:
-        return None
-    start += len(OPEN_TAG)
-    return text[start : text.find(CLOSE_TAG, start)]
 
 
 def tokenize(expression: str) -> list[int | str]:
@@ -233,14 +241,14 @@ def _columns(problem: Problem) -> tuple[Sequence[int], int]:
     return cast(Sequence[int], problem.columns["nums"]), cast(int, problem.columns["target"])
 
 
-def _draw_puzzle(draws: KeyedDraws, num_numbers: int) -> tuple[list[int], int] | None:
+def _draw_puzzle(draws: KeyedDraws, num_numbers: int, options: CountdownOptions) -> tuple[list[int], int] | None:
     """The numbers in chain order and the target; None when the target is out of range (the caller draws again)."""
-    nums = [1 + draws.below(MAX_NUMBER) for _ in range(num_numbers)]
+    nums = [1 + draws.below(options.max_number) for _ in range(num_numbers)]
     target = nums[0]
     for num in nums[1:]:
         operator = draws.below(3)
         target = target + num if operator == 0 else target - num if operator == 1 else target * num
-    return (nums, target) if 1 <= target <= MAX_TARGET else None
+    return (nums, target) if 1 <= target <= options.max_target else None
 
 
 class Countdown:
@@ -294,7 +302,7 @@ class Countdown:
     def _pay_strict(self, problem: Problem, completion: Completion) -> Score:
         nums, target = _columns(problem)
         reason = judge(find_answer(completion.text), nums, target)
-        if self.options.single_answer and _has_many_answers(completion.text):
+        if self.options.single_answer and has_many_answers(completion.text):
             reason = MANY_ANSWERS
         paid = 1.0 if reason == OK else self.options.format_reward if reason in WELL_FORMED else 0.0
         return _score(self._after_truncation(paid, completion), reason, completion)
@@ -316,7 +324,7 @@ class Countdown:
         frac = self.options.heldout_frac
         heldout_frac = DEFAULT_HELDOUT_FRAC[num_numbers] if frac is None else frac
         for _ in range(MAX_REDRAWS):
-            puzzle = _draw_puzzle(draws, num_numbers)
+            puzzle = _draw_puzzle(draws, num_numbers, self.options)
             if puzzle and is_heldout(problem_identity(*puzzle), heldout_frac) == on_heldout_side:
                 nums, target = puzzle
                 return make_problem(draws.shuffled(nums), target)
@@ -325,14 +333,10 @@ class Countdown:
         )
 
 
-def _has_many_answers(text: str) -> bool:
-    return text.find(CLOSE_TAG) != text.rfind(CLOSE_TAG)
-
-
 def _score(reward: float, reason: str, completion: Completion) -> Score:
     parts = {
         "correct": float(reason == OK),
         "well_formed": float(reason in WELL_FORMED),
-        "many_answers": float(_has_many_answers(completion.text)),
+        MANY_ANSWERS: float(has_many_answers(completion.text)),
     }
     return Score(reward=reward, parts=parts, reason=reason)

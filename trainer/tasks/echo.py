@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sparkgrpo.trainer.tasks.base import OK, Completion, Problem, Score
+from sparkgrpo.trainer.tasks.base import OK, Completion, Problem, Score, place_in_order, stream_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +35,9 @@ class Echo:
         self.num_problems: int | None = options.num_tokens
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
-        """The prompts in turn, so that every batch of N has each once; the seed has nothing to decide."""
-        return [self._problem(index % self.options.num_tokens) for index in range(start, start + count)]
+        """The prompts in an order that each epoch draws anew, so that every aligned batch of N has each once."""
+        key, num_tokens = stream_key(self.name, "train", seed), self.options.num_tokens
+        return [self._problem(place_in_order(key, index, num_tokens)) for index in range(start, start + count)]
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` prompts, at most all N: the toy is the one task that is evaluated on what it learns."""

@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 
 from sparkgrpo.kernels.philox import philox_words
-from sparkgrpo.trainer.tasks.base import KeyedDraws, Score, is_heldout, stream_key
+from sparkgrpo.trainer.tasks.base import KeyedDraws, Score, is_heldout, place_in_order, stream_key
 
 
 def test_draws_are_the_philox_words_of_their_index_in_order() -> None:
@@ -73,3 +73,34 @@ def test_larger_fraction_only_adds_problems() -> None:
 def test_score_is_right_by_its_reason_and_not_by_what_it_pays() -> None:
     assert Score(reward=0.0, parts={}, reason="ok").is_right
     assert not Score(reward=0.1, parts={}, reason="wrong_value").is_right
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 257, 7473])
+def test_each_epoch_walks_the_whole_set_once(size: int) -> None:
+    key = stream_key("test", "order", 1)
+    orders = [[place_in_order(key, epoch * size + i, size) for i in range(size)] for epoch in range(2)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    if size > 3:
+        assert orders[0] != orders[1] != list(range(size))
+        other = [place_in_order(stream_key("test", "order", 2), i, size) for i in range(size)]
+        assert other != orders[0]
+
+
+def test_every_item_is_as_likely_at_every_place() -> None:
+    counts = [
+        Counter(place_in_order(stream_key("test", "order", seed), i, 5) for seed in range(2_000)) for i in range(5)
+    ]
+    for place in counts:
+        assert set(place) == set(range(5))
+        assert sum((count - 400) ** 2 / 400 for count in place.values()) < 27  # 4 degrees of freedom: 2e-5
+
+
+def test_the_first_order_never_changes() -> None:
+    """A resumed run goes on with it."""
+    assert [place_in_order(stream_key("gsm8k", "train", 0), i, 7473) for i in (0, 1, 7472, 7473, 10**12)] == [
+        7017,
+        2259,
+        7451,
+        5740,
+        951,
+    ]

@@ -1,0 +1,63 @@
+"""Rows whose answers a function of the user compares: called like a reward function, right is at least 1.0."""
+
+from collections.abc import Sequence
+
+from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, OK, UNVERIFIED, Completion, Problem, Score
+from sparkgrpo.trainer.tasks.records import Splits
+from sparkgrpo.trainer.tasks.rows import Rows, RowsOptions
+from sparkgrpo.trainer.tasks.user import RewardFunctions, TrainerState
+
+
+class CheckedRows(Rows):
+    """The task. See `Task` for the contract of its methods; close it at the end of a run.
+
+    Args:
+        checker: "file.py:name" or "package.module:name".
+        timeout_s: Its deadline for a batch.
+    """
+
+    def __init__(self, options: RowsOptions, splits: Splits, *, checker: str, timeout_s: float) -> None:
+        super().__init__(options, splits)
+        self.reasons: tuple[str, ...] = (NOT_APPLICABLE, REWARD_ERROR, "wrong_value", OK)
+        self._functions = RewardFunctions(
+            [checker],
+            columns=self.columns,
+            is_plain=self.has_text_prompts,
+            timeout_s=timeout_s,
+            warn=lambda text: None,  # a reference has nothing to say before it answers
+        )
+        self._num_batches = 0
+        self._judged: dict[tuple[str, str], Score] = {}
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        """1.0 or 0.0 by the function; unscored where it failed."""
+        key = (problem.identity, completion.text)
+        if key not in self._judged:
+            self._judge([problem], [completion])
+        return self._judged[key]
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """What the function says is what training pays."""
+        self._judged.clear()  # of the batch before: within one, the strict check reads what the reward found
+        self._judge(problems, completions)
+        pairs = zip(problems, completions, strict=True)
+        return [self._judged[problem.identity, completion.text] for problem, completion in pairs]
+
+    def close(self) -> None:
+        """End the process of the function."""
+        self._functions.close()
+
+    def _judge(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        state = TrainerState(global_step=self._num_batches, max_steps=0)  # an error in the first batch ends the run
+        found = self._functions.score(problems, completions, [UNVERIFIED] * len(completions), state)
+        self._num_batches += 1
+        for problem, completion, score in zip(problems, completions, found.scores, strict=True):
+            self._judged[problem.identity, completion.text] = _verdict(score)
+
+
+def _verdict(score: Score) -> Score:
+    if score.reward is None:
+        return score
+    is_right = score.reward >= 1.0
+    return Score(reward=float(is_right), parts={"correct": float(is_right)}, reason=OK if is_right else "wrong_value")

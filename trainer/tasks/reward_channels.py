@@ -1,0 +1,156 @@
+"""Two ways to reward functions of users: a process that can be killed, and a thread that cannot.
+
+A channel serves the functions that are called together: one that is not async, or all that are. Jobs and replies are
+those of `reward_call.py`; a reply may have the key `lost` in place of the others: the process had to be replaced.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, UnknownReference, describe
+from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, WorkerStartError
+
+HANDLER = "sparkgrpo.trainer.tasks.reward_call:make_caller"
+DESCRIBE_S = 120.0
+
+
+class Channel(Protocol):
+    """The way to functions that are called together, and back."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The functions, in order."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the functions accept (`reward_call.describe`)."""
+        ...
+
+    def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
+        """Begin a job. A reply may have the key `lost` in place of those of `Reply`: the process had to be replaced."""
+        ...
+
+    def wait(self, future: "Future[list[Reply]]") -> list[Reply]:
+        """The replies, in the order of the job's `only`."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Processes replaced so far."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+class ProcessChannel:
+    """Functions by reference, in one process of their own that is killed when it misses a deadline."""
+
+    def __init__(self, references: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        self.names = [name for name, _ in references]
+        self.timeout_s = timeout_s
+        self._texts = ", ".join(reference for _, reference in references)
+        try:
+            self._pool = ScoringPool(HANDLER, {"functions": [list(pair) for pair in references]}, num_workers=1)
+        except WorkerStartError as error:
+            raised = last_line(str(error))
+            kind, _, told = raised.partition(": ")
+            is_told = kind.endswith(UnknownReference.__name__)  # everything else needs its traceback
+            raise UserError(
+                f"reward: {told}" if is_told else f"reward: {self._texts} cannot be loaded: {raised}\n{error}"
+            ) from None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the process found."""
+        (outcome,) = self._pool.run([{"do": "describe"}], DESCRIBE_S)
+        if outcome.status != "done" or not isinstance(outcome.value, list):
+            raise UserError(f"reward: {self._texts} cannot be inspected: {outcome.error}")
+        return outcome.value
+
+    def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
+        """Hand the job to the process."""
+        # Functions in an event loop mind their own deadline; the kill is for one that blocks the loop.
+        inner: Future[Outcome] = self._pool.submit({**job, "deadline_s": deadline_s}, deadline_s + job["grace_s"])
+        future: Future[list[Reply]] = Future()
+        inner.add_done_callback(lambda done: _pass_on(done, future, len(job["only"])))
+        return future
+
+    def wait(self, future: "Future[list[Reply]]") -> list[Reply]:
+        """Wait: the deadline ends it in any case."""
+        try:
+            return future.result()
+        except WorkerStartError as error:
+            raise UserError(f"reward: {self._texts}: its process cannot be started again: {error}") from None
+
+    @property
+    def num_restarts(self) -> int:
+        """Processes replaced so far."""
+        return self._pool.num_restarts
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._pool.close()
+
+
+def _pass_on(done: "Future[Outcome]", future: "Future[list[Reply]]", count: int) -> None:
+    error = done.exception()
+    if error is not None:
+        future.set_exception(error)
+        return
+    outcome = done.result()
+    if outcome.status == "done" and isinstance(outcome.value, list) and len(outcome.value) == count:
+        future.set_result(outcome.value)
+    elif outcome.status == "raised":
+        future.set_result([{"error": outcome.error}] * count)
+    else:
+        future.set_result([{"lost": outcome.error or "the process sent no answer"}] * count)
+
+
+class ThreadChannel:
+    """Python objects, in one thread of the trainer. It cannot be killed, so a deadline can only report."""
+
+    def __init__(self, functions: Sequence[RewardFunction], timeout_s: float, warn: Callable[[str], None]) -> None:
+        self.names = [function.name for function in functions]
+        self.timeout_s = timeout_s
+        self._functions, self._warn = functions, warn
+        self._caller = Caller(functions)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Inspect the functions."""
+        return describe(self._functions)
+
+    def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
+        """Hand the job to the thread."""
+        return self._thread.submit(self._caller, {**job, "deadline_s": deadline_s})
+
+    def wait(self, future: "Future[list[Reply]]") -> list[Reply]:
+        """Wait for as long as it takes; say once that the deadline passed."""
+        try:
+            return future.result(timeout=self.timeout_s)
+        except TimeoutError:
+            if future.done():  # just now
+                return future.result()
+        self._warn(
+            f"reward {', '.join(self.names)}: no answer within {self.timeout_s:g} s; a Python object cannot be "
+            "stopped, the run waits for it (give it as file.py:name, and it runs in a process that can)"
+        )
+        return future.result()
+
+    @property
+    def num_restarts(self) -> int:
+        """0: there is no process."""
+        return 0
+
+    def close(self) -> None:
+        """Let the thread end by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def last_line(traceback_text: str) -> str:
+    """The line of a traceback that says what was raised."""
+    lines = traceback_text.strip().splitlines()
+    return lines[-1] if lines else ""

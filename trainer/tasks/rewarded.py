@@ -1,0 +1,113 @@
+"""A task whose reward is given by functions of the user; its problems and its strict check stay as they are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Literal
+
+from sparkgrpo.trainer.metrics import REWARD_ERROR, SCORED
+from sparkgrpo.trainer.tasks.base import (
+    NOT_APPLICABLE,
+    Completion,
+    EvaluationReport,
+    Problem,
+    Score,
+    StepReport,
+    Task,
+    start_scoring,
+)
+from sparkgrpo.trainer.tasks.user import RewardFunctions, TrainerState, UserScores
+
+
+class RewardedTask:
+    """The task. See `Task` and `StepObserver` for the contracts of its methods.
+
+    Args:
+        task: Makes the problems and has the strict check, if there is one.
+        functions: What training pays.
+        num_steps: Steps of the run, for `trainer_state`.
+        truncated_reward: "zero": a completion that ran into the token limit earns 0, if it was scored.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        functions: RewardFunctions,
+        *,
+        num_steps: int,
+        truncated_reward: Literal["keep", "zero"] = "keep",
+    ) -> None:
+        self.task, self.functions = task, functions
+        self.name: str = task.name
+        self.columns: frozenset[str] = task.columns
+        self.reasons: tuple[str, ...] = (NOT_APPLICABLE, REWARD_ERROR, SCORED, *task.reasons)
+        self.num_problems: int | None = task.num_problems
+        self.notes: tuple[str, ...] = (*functions.notes, *getattr(task, "notes", ()))
+        self._truncated_reward = truncated_reward
+        self._state = TrainerState(global_step=0, max_steps=num_steps)
+        self._found: list[tuple[UserScores, int]] = []
+
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        """Those of the task."""
+        return self.task.problems(seed, start, count)
+
+    def heldout(self, count: int) -> list[Problem]:
+        """Those of the task."""
+        return self.task.heldout(count)
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        """The task's strict check."""
+        return self.task.verify(problem, completion)
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """What the functions give. `UserError` where one of them raised in step 1 or gave another number of values."""
+        start_scoring(self.task, problems, completions)
+        verdicts = [self.task.verify(problem, answer) for problem, answer in zip(problems, completions, strict=True)]
+        found = self.functions.score(problems, completions, verdicts, self._state)
+        self._found.append((found, len(completions)))
+        if self._truncated_reward == "keep":
+            return list(found.scores)
+        return [
+            replace(score, reward=0.0) if answer.is_truncated and score.reward is not None else score
+            for score, answer in zip(found.scores, completions, strict=True)
+        ]
+
+    def begin_step(self, step: int, num_problems: int) -> None:
+        """The functions see this step as `trainer_state`; what an evaluation left is forgotten."""
+        size = self.num_problems
+        epoch = None if size is None else (step - 1) * num_problems / size
+        self._state = TrainerState(global_step=step - 1, max_steps=self._state.max_steps, epoch=epoch)
+        self._found.clear()
+
+    def take_report(self) -> StepReport:
+        """Restarts, what functions logged (the mean over batches) and kept, and their errors."""
+        found, sizes = [scores for scores, _ in self._found], [size for _, size in self._found]
+        self._found.clear()
+        logged = {name for scores in found for name in scores.metrics}
+        columns = {column for scores in found for column in scores.extras}
+        return StepReport(
+            metrics={
+                "num_reward_restarts": sum(scores.num_restarts for scores in found),
+                **{
+                    f"metric/{name}": fmean(scores.metrics[name] for scores in found if name in scores.metrics)
+                    for name in sorted(logged)
+                },
+            },
+            extras={
+                column: [
+                    value
+                    for scores, size in zip(found, sizes, strict=True)
+                    for value in scores.extras.get(column, [None] * size)
+                ]
+                for column in sorted(columns)
+            },
+            warnings=[warning for scores in found for warning in scores.warnings],
+        )
+
+    def evaluation_report(
+        self, problems: Sequence[Problem], completions: Sequence[Completion], verdicts: Sequence[Score]
+    ) -> Mapping[str, float | None]:
+        """What the task has to add."""
+        if isinstance(self.task, EvaluationReport):
+            return self.task.evaluation_report(problems, completions, verdicts)
+        return {}
