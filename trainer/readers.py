@@ -1,4 +1,4 @@
-"""Who reads along while a run goes: the view, other loggers, diagnosis; and the report at its end. None can end a run."""
+"""Who reads along with a run: the view, other loggers, diagnosis; and the report at its end. None can end a run."""
 
 from collections.abc import Mapping
 from typing import Self
