@@ -56,7 +56,7 @@ def _run(op: str, case: BenchCase, collector: Collector, benchmark) -> None:  # 
     is_small = case.device == "cuda" or case.shape.T <= 512
     has_peers = case.shape.frac_active == 1.0 and is_small
     comparison = head_comparison(op, case.shape, collector.device, has_peers=has_peers)
-    collector.run(comparison, benchmark)
+    collector.run(comparison, benchmark, is_full=case.is_full)
 
 
 def _name(case: BenchCase) -> str:

@@ -66,7 +66,7 @@ def processor_s(pool: ScoringPool) -> float:
 
 
 def rate(pool: ScoringPool, jobs: list, seconds: float) -> dict[str, float]:
-    """Answers per second over batches: median, least, largest; and processor time, steadier on a busy machine."""
+    """Answers per second over batches; and processor time, which a busy machine changes less."""
     pool.run(jobs[:8], 60)
     rates: list[float] = []
     before_s = processor_s(pool)

@@ -1,6 +1,6 @@
 """The main job, timed: the default run on the embedded model, over several seeds.
 
-    python -m benchmarks.default_run [--seeds 0 1 2] [--keep FOLDER]
+    python -m benchmarks.default_run [--seeds 0 1 2 3 4] [--keep FOLDER]
 
 Each seed is a process of its own, started as a user would start it. Reported: held-out greedy accuracy before and after
 (200 puzzles), its gain in points, and the wall time of the whole command, evaluations included.
@@ -40,7 +40,7 @@ def run_seed(seed: int, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--keep", type=Path, help="folder for the run folders, seed_N each; dropped otherwise")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

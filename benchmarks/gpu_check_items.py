@@ -280,11 +280,19 @@ def small_cases(context: CheckContext) -> Iterator[Found]:
     yield from _timed(context, iter(todo))
 
 
+def whole_step(context: CheckContext) -> Iterator[Found]:
+    """A whole GRPO step of Qwen2.5-0.5B's shape."""
+    from benchmarks.gpu_check_step import whole_steps  # needs transformers, the kernels' groups do not
+
+    yield from whole_steps(context)
+
+
 GROUPS = {
     "environment": Group(items=(environment,), limit_s=30),
     "correctness": Group(items=(correctness,), limit_s=60),
     "head": Group(items=(tile_share, gradient_products, host_syncs, bits, peak_bytes), limit_s=60),
-    "decode": Group(items=(decode_rates,), limit_s=100),
+    "decode": Group(items=(decode_rates,), limit_s=90),
+    "step": Group(items=(whole_step,), limit_s=70),
     "cases": Group(items=(head_cases,), limit_s=100),
     "small": Group(items=(small_cases,), limit_s=45),
 }

@@ -121,10 +121,13 @@ def make_head_case(shape: HeadShape, device: torch.device) -> HeadCase:
     )
 
 
-def head_truths(case: HeadCase) -> dict[str, Outputs]:
-    """Float64 outputs of a small case: of the GRPO loss ("op"), and of the mean cross entropy ("ce")."""
-    hidden_TD = case.hidden_TD.detach().double().requires_grad_()
-    weight_VD = case.weight_VD.detach().double().requires_grad_()
+def head_truths(case: HeadCase, *, has_gradients: bool = True, has_ce: bool = True) -> dict[str, Outputs]:
+    """Float64 outputs of a small case: of the GRPO loss ("op"), and of the mean cross entropy ("ce").
+
+    Without gradients: log-prob and entropy alone, which is all that scoring gives, at a third of the work.
+    """
+    hidden_TD = case.hidden_TD.detach().double().requires_grad_(has_gradients)
+    weight_VD = case.weight_VD.detach().double().requires_grad_(has_gradients)
     out = linear_grpo_reference(
         hidden_TD,
         weight_VD,
@@ -134,15 +137,20 @@ def head_truths(case: HeadCase) -> dict[str, Outputs]:
         objective=OBJECTIVE,
         ref_logprob_T=case.ref_T.double(),
     )
-    dhidden_TD, dweight_VD = torch.autograd.grad(out.loss, (hidden_TD, weight_VD))
     # Rows that do not count are 0 in ours and computed by peers: their values are compared where they count.
     active = case.active_idx_N.long()
-    op = {"loss": out.loss.detach(), "logprob": out.logprob_T[active], "dhidden": dhidden_TD, "dweight": dweight_VD}
+    op = {"loss": out.loss.detach(), "logprob": out.logprob_T[active].detach()}
     if out.entropy_T is not None:
-        op["entropy"] = out.entropy_T[active]
-    losses = torch.nn.functional.cross_entropy(hidden_TD @ weight_VD.T, case.target_T)
-    ce_dhidden_TD, ce_dweight_VD = torch.autograd.grad(losses, (hidden_TD, weight_VD))
-    return {"op": op, "ce": {"loss": losses.detach(), "dhidden": ce_dhidden_TD, "dweight": ce_dweight_VD}}
+        op["entropy"] = out.entropy_T[active].detach()
+    if not has_gradients:
+        return {"op": op}
+    dhidden_TD, dweight_VD = torch.autograd.grad(out.loss, (hidden_TD, weight_VD))
+    truths: dict[str, Outputs] = {"op": {**op, "dhidden": dhidden_TD, "dweight": dweight_VD}}
+    if has_ce:
+        losses = torch.nn.functional.cross_entropy(hidden_TD @ weight_VD.T, case.target_T)
+        dhidden_TD, dweight_VD = torch.autograd.grad(losses, (hidden_TD, weight_VD))
+        truths["ce"] = {"loss": losses.detach(), "dhidden": dhidden_TD, "dweight": dweight_VD}
+    return truths
 
 
 def logit_bound(case: HeadCase) -> float:

@@ -15,11 +15,13 @@ def head_comparison(op: str, shape: HeadShape, device: torch.device, *, has_peer
     """`op` is linear_grpo or linear_logprob. Without peers: ours, eager and the floor."""
     case = make_head_case(shape, device)
     check_case = case.first_rows(CHECK_ROWS)
-    truths, nats = head_truths(check_case), logit_bound(check_case)
+    has_gradients = op == "linear_grpo"
+    truths = head_truths(check_case, has_gradients=has_gradients, has_ce=has_gradients and has_peers)
+    nats = logit_bound(check_case)
     bound = GRADIENT_BOUND[shape.dtype]
     # The entropy is a difference of two moments as large as itself; the loss's terms may cancel.
     bounds = {"loss": 1e-3, "logprob": nats, "entropy": 10 * nats, "dhidden": bound, "dweight": bound}
-    if op == "linear_grpo":
+    if has_gradients:
         implementations = grpo_implementations(device, has_peers=has_peers)
     else:
         implementations = score_implementations(device, has_peers=has_peers)

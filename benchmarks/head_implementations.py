@@ -208,11 +208,11 @@ def bare_products(case: HeadCase, product: Callable[..., None], *, num_products:
     return step
 
 
-def _torch_product(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor, *, adds: bool = False) -> None:
+def torch_product(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor, *, adds: bool = False) -> None:
     torch.addmm(out_MN, a_MK, b_KN, beta=float(adds), out=out_MN)
 
 
-def _onednn_product(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor, *, adds: bool = False) -> None:
+def onednn_product(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor, *, adds: bool = False) -> None:
     """The products that ours are made of on this processor, along whichever dimension is the vocabulary."""
     (M, K), N = a_MK.shape, b_KN.shape[1]
     for start in range(0, max(M, K, N), PRODUCT_ROWS):
@@ -226,9 +226,9 @@ def _onednn_product(out_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor
 
 
 def _floors(name: str, num_products: int, device: torch.device) -> list[Implementation]:
-    products = {f"{name}, torch.mm": _torch_product}
+    products = {f"{name}, torch.mm": torch_product}
     if device.type == "cpu" and has_onednn_products():
-        products[f"{name}, oneDNN"] = _onednn_product
+        products[f"{name}, oneDNN"] = onednn_product
     return [
         Implementation(
             name=full_name,

@@ -22,11 +22,9 @@ def device_name(device: torch.device) -> str:
     return f"cpu-{platform.machine()}-{len(os.sched_getaffinity(0))}-cores"
 
 
-def write_result(name: str, device: torch.device, content: Mapping[str, object], *, folder: Path = RESULTS) -> Path:
-    """Write one result with what it was measured on; returns the path."""
-    path = folder / device_name(device) / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
+def facts_of(name: str, device: torch.device) -> dict[str, object]:
+    """What a result was measured on; the head of every file."""
+    return {
         "name": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device_name(device),
@@ -34,7 +32,12 @@ def write_result(name: str, device: torch.device, content: Mapping[str, object],
         "commit": git_state(Path(__file__)),
         "versions": versions(),
         "load_average": os.getloadavg(),
-        **content,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_result(name: str, device: torch.device, content: Mapping[str, object], *, folder: Path = RESULTS) -> Path:
+    """Write one result with what it was measured on; returns the path."""
+    path = folder / device_name(device) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts_of(name, device), **content}, indent=1) + "\n")
     return path

@@ -3,7 +3,7 @@
     python -m benchmarks.update_against_trl MODEL [--rounds 2] [--only "ours" "TRL"]
     python -m benchmarks.update_against_trl MODEL --per-token
 
-MODEL as in `step_against_trl.py`. Both sides train on the same 4 prompts x 8 completions x 64 tokens, given and not
+MODEL as in `versus_trl.py`. Both sides train on the same 4 prompts x 8 completions x 64 tokens, given and not
 generated, in fp32 with beta 0.04 and one AdamW update. A process each, one after the other, so that the operating
 system's largest resident size (ru_maxrss) is that side's: with libraries and loading, and less what the process had
 before it loaded the model. Ours has made a whole step with generation before; TRL's is spared that, since its peak lies
@@ -30,7 +30,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.record import write_result
-from benchmarks.trl_peer import PeerOptions, trl_steps
+from benchmarks.trl_peer import PeerOptions, TrlPeer
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.trainer.batching import TrainBatch
 from sparkgrpo.trainer.budget import plan_training
@@ -105,8 +105,7 @@ def run_side(name: str, folder: str, rounds: int) -> None:
         given = ([batch.prompts[n] for n in batch.prompt_of_row_S], pieces)
         has_checkpointing = bool(values.get("gradient_checkpointing"))
         peer = PeerOptions(num_steps=rounds + 1, given=given, gradient_checkpointing=has_checkpointing)
-        steps = trl_steps(folder, config, peer)
-        run: Callable[[], object] = lambda: next(steps)  # noqa: E731
+        run: Callable[[], object] = TrlPeer(folder, config, peer).step
     else:
         num_dead = int(str(values.pop("num_dead", 0)))
         config = config_of(4, **values)

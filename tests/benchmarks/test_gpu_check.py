@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def run_script(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def findings(folder: Path) -> list[dict[str, object]]:
+def findings(folder: Path) -> list[dict[str, Any]]:
     (path,) = folder.rglob("gpu_check.json")
     return json.loads(path.read_text())["findings"]
 
@@ -44,6 +45,17 @@ def test_correctness_group(tmp_path: Path) -> None:
     assert all(finding["ok"] for finding in findings(tmp_path))
 
 
+def test_whole_steps(tmp_path: Path) -> None:
+    done = run_script(*QUICK, "--groups", "step", "--results", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = findings(tmp_path)
+    figures = found["figures"]
+    phases = ("t_gen", "t_reward", "t_old", "t_ref", "t_train", "t_opt", "t_eval", "t_other")
+    assert found["ok"] and all(figures[key] > 0 for key in ("t_gen", "t_ref", "t_train", "t_opt", "update_tflops"))
+    # Medians of two steps, each of which adds up: so does their mean.
+    assert abs(sum(figures[key] for key in phases) - figures["t_step"]) < 0.05 * figures["t_step"]
+
+
 def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
     done = run_script(*QUICK, "--budget", "1", "--results", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1 and "0 checks" in done.stdout
@@ -60,6 +72,7 @@ def test_every_group(tmp_path: Path) -> None:
         "head",
         "small",
         "decode",
+        "step",
         "cases",
     }
     ops = {path.stem for path in tmp_path.rglob("*.json")}

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.comparison import output_errors
 from benchmarks.head_case import HeadCase, HeadShape, head_truths, make_head_case
-from benchmarks.head_implementations import _onednn_product, grpo_implementations, score_implementations
+from benchmarks.head_implementations import grpo_implementations, onednn_product, score_implementations
 from benchmarks.small_ops import SMALL_OPS, adamw_comparison, small_comparison
 from sparkgrpo.kernels.head_chunks import PRODUCT_ROWS
 
@@ -66,7 +66,7 @@ def test_the_floors_products_are_whole(shape: tuple[int, int, int]) -> None:
     M, K, N = shape
     a_MK, b_KN = torch.randn(M, K), torch.randn(K, N)
     out_MN = torch.full((M, N), float("nan"))
-    _onednn_product(out_MN, a_MK, b_KN)
+    onednn_product(out_MN, a_MK, b_KN)
     torch.testing.assert_close(out_MN.double(), a_MK.double() @ b_KN.double(), rtol=1e-4, atol=1e-3)
 
 
