@@ -6,7 +6,7 @@ Everything else about the package stands in pyproject.toml; what needs code stan
 from setuptools import find_namespace_packages, setup
 
 COMPONENTS = ("kernels", "trainer", "profiling")
-DATA_SUFFIXES = ("safetensors", "json", "jinja", "yaml", "txt", "jsonl")
+DATA_SUFFIXES = ("safetensors", "json", "jinja", "yaml", "txt", "jsonl", "css", "js")
 
 
 def subpackages(component: str) -> list[str]:

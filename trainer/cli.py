@@ -25,6 +25,7 @@ from sparkgrpo.trainer.hostile_text import visible_text
 from sparkgrpo.trainer.option_parser import OptionParser, new_parser, parse_options
 from sparkgrpo.trainer.runlog import check_new_folder, read_run
 from sparkgrpo.trainer.settings import field_docs, nearest, preset_names, resolve, resolve_resume
+from sparkgrpo.trainer.sinks import check_sinks
 
 OUT_OF_MEMORY = 4
 """Exit code of a run that ended because memory ran out; it is saved and can be resumed."""
@@ -48,7 +49,7 @@ SECTIONS: tuple[tuple[str, str], ...] = (
     ),
     ("optimiser", "lr lr_factor lr_schedule warmup_steps adam_beta1 adam_beta2 adam_eps weight_decay max_grad_norm"),
     ("evaluation", "eval_every eval_problems eval_temperature num_samples"),
-    ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain"),
+    ("run folder and view", "run_dir resume checkpoint_every keep_checkpoints plain sink"),
 )
 _EVAL_FIELDS = (
     "model task numbers max_number max_target data prompt_column answer_column checker heldout_frac flexible "
@@ -89,7 +90,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _overview() -> str:
     lines = ["usage: sparkgrpo COMMAND [OPTIONS]", "", "commands:"]
-    lines += [f"  {name:9}{summary}" for name, (_, summary) in _COMMANDS.items()]
+    lines += [f"  {name:12}{summary}" for name, (_, summary) in _COMMANDS.items()]
     return "\n".join([*lines, "", "sparkgrpo COMMAND --help lists the options."])
 
 
@@ -105,6 +106,7 @@ def _train(arguments: list[str]) -> int:
     config, user_set, notes = train_config(arguments)
     if not config.resume:
         check_new_folder(Path(config.run_dir))
+    check_sinks(config.sink)
     from sparkgrpo.trainer.run import train  # imports PyTorch and transformers: seconds, after all cheap checks
 
     view = make_view(config.plain)
@@ -240,4 +242,10 @@ _COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], str]] = {
     "eval": (_evaluate, "Measure a model's accuracy on held-out problems."),
     "profile": (_in_module("profile"), "Record a few steps of a run and report where the time goes: -- train ..."),
     "doctor": (_in_module("doctor"), "Check what a run needs on this machine, by trying each of it."),
+    "watch": (_in_module("watch"), "Follow a run on the terminal, while it goes or afterwards."),
+    "diagnose": (_in_module("diagnose"), "Say what a run suffers from, since when, and what to do."),
+    "report": (_in_module("report"), "Write one HTML file that shows a run."),
+    "compare": (_in_module("compare"), "Lay runs over each other: settings, accuracy, time."),
+    "experiment": (_in_module("experiment"), "Repeat an experiment of the lessons and say whether it came out so."),
+    "convert": (_in_module("convert"), "Write a run's metrics under the names of another trainer, or read TRL's log."),
 }

@@ -219,6 +219,9 @@ class Config(TaskConfig):
     plain: bool = False
     """One plain line per step in place of the live view."""
 
+    sink: str = ""
+    """Loggers that get every line too: tensorboard, trackio, wandb, or some with commas (extras of the same names)."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             problem = value_problem(field.name, getattr(self, field.name))

@@ -19,7 +19,7 @@ class RunView(Protocol):
     """What the loop tells about a run, in this order: start, then steps, evaluations, samples and notes, then close."""
 
     def start(self, facts: Mapping[str, object]) -> None:
-        """The run begins. Facts: run_dir, model, device, precision, steps, first_step, eval_every, num_params."""
+        """It begins. Facts: run_dir, model, device, precision, steps, first_step, eval_every, num_params, config."""
         ...
 
     def step(self, metrics: Mapping[str, object]) -> None:

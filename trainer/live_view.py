@@ -15,6 +15,9 @@ from rich.live import Live
 from rich.text import Text
 
 from sparkgrpo.trainer.dashboard import Eta, duration, number, percent, short
+from sparkgrpo.trainer.diagnosis.curves import direction
+from sparkgrpo.trainer.diagnosis.live import ThrottledDiagnosis
+from sparkgrpo.trainer.diagnosis.rule import Diagnosis
 from sparkgrpo.trainer.hostile_text import visible_text
 from sparkgrpo.trainer.metrics import PHASES
 
@@ -24,6 +27,9 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASE_STYLES = ("cyan", "yellow", "magenta", "blue", "green", "red", "bright_black", "white")
 _PHASE_GLYPHS = "█▓▒░▞▚▤▪"  # tell the phases apart without colour
 _NAME_WIDTH, _NUMBER_WIDTH = 15, 9
+_MAX_VERDICTS = 3
+_SEVERITY_STYLES = {"error": ("✕", "bold red"), "warn": ("!", "bold yellow"), "info": ("i", "bold blue")}
+_ARROWS = {1: "↑", 0: " ", -1: "↓"}
 
 Row = Mapping[str, object]
 
@@ -54,40 +60,46 @@ class ViewState:
     """The newest training group among the samples."""
     eta: Eta = field(default_factory=lambda: Eta(num_steps=0, eval_every=0))
     now_unix_s: float = 0.0
+    diagnosis: Diagnosis | None = None
+    status: str = ""
+    """How the run ended, or that it is silent; empty while it goes."""
 
 
 class LiveView:
     """A `RunView` that redraws one frame in place. Notes and foreign prints scroll past above it."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or _PipeSafeConsole(highlight=False, emoji=False, markup=False)
-        self._state = ViewState()
+        self._console = console or PipeSafeConsole(highlight=False, emoji=False, markup=False)
+        self.state = ViewState()
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._frame)
         self._drawn_s = 0.0
+        self._all_steps: list[Row] = []
+        self._throttled = ThrottledDiagnosis()
 
     def start(self, facts: Row) -> None:
         """Take over the lower part of the terminal."""
         num_steps, eval_every = int(number(facts.get("steps")) or 0), int(number(facts.get("eval_every")) or 0)
-        self._state.facts = facts
-        self._state.eta = Eta(num_steps=num_steps, eval_every=eval_every)
+        self.state.facts = facts
+        self.state.eta = Eta(num_steps=num_steps, eval_every=eval_every)
         self._live.start(refresh=True)
 
     def step(self, metrics: Row) -> None:
         """Count a step and redraw."""
-        self._state.steps.append(metrics)
-        self._state.eta.add(metrics)
+        self.state.steps.append(metrics)
+        self._all_steps.append(metrics)
+        self.state.eta.add(metrics)
         self._redraw()
 
     def evaluation(self, row: Row) -> None:
         """Show the accuracy and redraw."""
-        self._state.evaluations.append(row)
+        self.state.evaluations.append(row)
         self._redraw()
 
     def sample(self, row: Row) -> None:
         """Keep the newest training group."""
         if row.get("split") != "train":
             return
-        group = self._state.group
+        group = self.state.group
         if group and (group[0].get("step"), group[0].get("problem")) != (row.get("step"), row.get("problem")):
             group.clear()
         group.append(row)
@@ -102,24 +114,29 @@ class LiveView:
 
     def _redraw(self) -> None:
         if time.monotonic() - self._drawn_s >= _MIN_REDRAW_S:
+            config = self.state.facts.get("config")
+            if isinstance(config, Mapping):
+                self._throttled.ask(self._all_steps, self.state.evaluations, config)
+                self.state.diagnosis = self._throttled.latest
             self._live.refresh()
             self._drawn_s = time.monotonic()
 
     def _frame(self) -> RenderableType:
-        self._state.now_unix_s = time.time()
-        return draw(self._state, width=self._console.width, height=self._console.height - 1)
+        self.state.now_unix_s = time.time()
+        return draw(self.state, width=self._console.width, height=self._console.height - 1)
 
 
-class _PipeSafeConsole(Console):
+class PipeSafeConsole(Console):
     """Rich ends the process when its pipe breaks; a view may not end a run, so the error goes to `GuardedView`."""
 
     def on_broken_pipe(self) -> None:
+        """Raise, so that the view is switched off."""
         raise BrokenPipeError("nobody reads the output any more")
 
 
 def draw(state: ViewState, *, width: int, height: int) -> RenderableType:
     """The frame: head, table, phases, samples; at most ``height`` lines of ``width`` cells, the samples give way."""
-    head, phases = _head(state, width), _phases(state, width)
+    head, phases = [*_head(state, width), *_verdicts(state)], _phases(state, width)
     table = _table(state, width)[: max(height - len(head) - len(phases), 0)]
     samples = _samples(state, width, height - len(head) - len(table) - len(phases))
     parts = [part for part in (head, table, phases, samples) if part]
@@ -149,7 +166,24 @@ def _head(state: ViewState, width: int) -> list[Text]:
     if left_s is not None and step < num_steps:
         end = time.strftime("%H:%M", time.localtime(state.now_unix_s + left_s))
         progress.append(f" {duration(left_s)} left, ends {end}")
+    if state.status:
+        progress.append("  ").append(visible_text(state.status, 200), style="bold")
     return [title, progress.append("  ").append_text(_accuracy(state))]
+
+
+def _verdicts(state: ViewState) -> list[Text]:
+    """A line for each active verdict of its own, the worst first."""
+    if state.diagnosis is None:
+        return []
+    found = state.diagnosis.counting("info")
+    lines = []
+    for verdict in found[:_MAX_VERDICTS]:
+        sign, style = _SEVERITY_STYLES[verdict.severity]
+        text = f" since step {verdict.first_step}: {visible_text(verdict.text, 200)}"
+        lines.append(Text().append(f"{sign} {verdict.id}", style=style).append(text))
+    if len(found) > _MAX_VERDICTS:
+        lines[-1].append(f" (and {len(found) - _MAX_VERDICTS} more)", style="dim")
+    return lines
 
 
 def _accuracy(state: ViewState) -> Text:
@@ -175,7 +209,8 @@ def _table(state: ViewState, width: int) -> list[Text]:
         last10 = [value for value in values[-10:] if value is not None]
         mean10 = sum(last10) / len(last10) if last10 else None
         line = Text(f"{name:{_NAME_WIDTH}}")
-        line.append(f"{show(values[-1]):>{_NUMBER_WIDTH}}", style="bold").append(f"{show(mean10):>{_NUMBER_WIDTH}}   ")
+        line.append(f"{show(values[-1]):>{_NUMBER_WIDTH}}", style="bold").append(f"{show(mean10):>{_NUMBER_WIDTH}} ")
+        line.append(f"{_ARROWS[direction(values)]} ")
         lines.append(line.append(sparkline(values, spark_width), style="cyan"))
     return lines
 

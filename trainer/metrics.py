@@ -131,6 +131,20 @@ METRICS: tuple[Metric, ...] = (
 SPANS = ("t_train_backward",)
 """Parts of phases that the clock times apart."""
 
+EVAL_METRICS: tuple[Metric, ...] = (
+    Metric("v", "version of the meaning of the keys"),
+    Metric("step", "updates before it: 0, every eval_every, the last"),
+    Metric("num_problems", "held-out problems, the same at every step"),
+    Metric("accuracy", "right answers by the strict check / problems", "fraction"),
+    Metric("accuracy_se", "standard error of it by the number of problems", "fraction"),
+    Metric("right_bits", "hexadecimal, a bit a problem in their order: runs and steps compare pairwise"),
+    Metric("reward_mean", "mean reward of the strict check"),
+    Metric("len_mean", "mean length of an answer", "tokens"),
+    Metric("frac_truncated", "answers that ended at the token limit / all", "fraction"),
+    Metric("reason/", "share of answers with this reason code", "fraction"),
+)
+"""The keys of evals.jsonl."""
+
 PHASES = ("t_gen", "t_reward", "t_old", "t_ref", "t_train", "t_opt", "t_eval", "t_other")
 """The phases that add up to t_step, in the order of a step."""
 

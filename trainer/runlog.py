@@ -2,7 +2,8 @@
 
     run.json       what ran, where, and how it ended; replaced as a whole (temporary file, rename)
     metrics.jsonl  one line a step (keys: ``metrics.py``)     evals.jsonl   one line an evaluation
-    samples.jsonl  completions for people to read             events.jsonl  start, resume, checkpoint, warning, stop
+    samples.jsonl  completions for people to read
+    events.jsonl   start, resume, checkpoint, warning, verdict, stop
     checkpoints/   see ``checkpoint.py``
 
 JSON Lines, one `write` a line and unbuffered, so that a reader sees whole lines and a crash loses at most the last one.

@@ -25,10 +25,10 @@ PRESET_FOLDER = Path(__file__).parent / "presets"
 # What a resumed run may do differently: how long, how often, on what; never what is learnt from what.
 CHANGEABLE_ON_RESUME = frozenset(
     ("steps", "eval_every", "checkpoint_every", "keep_checkpoints", "device", "num_threads", "tokens_per_micro_batch")
-) | {"plain", "activation_checkpointing", "attention", "sandbox", "unsafe_sandbox"}
+) | {"plain", "sink", "activation_checkpointing", "attention", "sandbox", "unsafe_sandbox"}
 _WITHOUT_EFFECT_ON_RESULTS = frozenset(
-    ("run_dir", "resume", "plain", "checkpoint_every", "keep_checkpoints", "num_samples", "sandbox", "unsafe_sandbox")
-)
+    ("run_dir", "resume", "plain", "sink", "checkpoint_every", "keep_checkpoints", "num_samples", "sandbox")
+) | {"unsafe_sandbox"}
 
 
 def resolve(

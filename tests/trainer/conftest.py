@@ -1,5 +1,6 @@
 """What the trainer's tests share: small decoders, batches, a Hugging Face folder, and recorded runs on it."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,6 +309,23 @@ def six(configured: Callable[..., Config], tmp_path_factory: pytest.TempPathFact
         return Recorded(folder).train(configured(folder, checkpoint_every=2, keep_checkpoints=9))
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def make_run_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a run folder of rows as they come, for the commands that read one."""
+
+    def make(name: str = "run", *, run: Mapping[str, object] | None = None, **logs: Sequence[object]) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        content = {"v": 1, "run_id": name, "status": "finished", "config": {}, **(run or {})}
+        (folder / "run.json").write_text(json.dumps(content))
+        for log in ("metrics", "evals", "samples", "events"):
+            lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in logs.get(log, ())]
+            (folder / f"{log}.jsonl").write_text("".join(lines), encoding="utf-8")
+        return folder
+
+    return make
 
 
 @pytest.fixture

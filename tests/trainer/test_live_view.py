@@ -107,7 +107,7 @@ def test_newest_training_group_is_kept() -> None:
     rows = [("train", 20, "a"), ("train", 20, "a"), ("heldout", 20, "b"), ("train", 40, "a"), ("train", 40, "a")]
     for i, (split, step, problem) in enumerate(rows):
         view.sample({"split": split, "step": step, "problem": problem, "reward": i})
-    assert [row["reward"] for row in view._state.group] == [3, 4]
+    assert [row["reward"] for row in view.state.group] == [3, 4]
 
 
 RUN_ON_TERMINAL = """

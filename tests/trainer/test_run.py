@@ -38,13 +38,15 @@ METRIC_KEYS = (
 
 def test_files_of_the_run_folder(six: Any) -> None:
     names = {path.name for path in six.folder.iterdir()}
-    assert names == {"run.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "events.jsonl", "checkpoints"}
+    assert names == {"run.json", "metrics.jsonl", "evals.jsonl", "samples.jsonl", "events.jsonl", "checkpoints"} | {
+        "report.html"
+    }
     assert [path.name for path in checkpoints(six.folder / "checkpoints")] == [
         "step_000002",
         "step_000004",
         "step_000006",
     ]
-    events = [(row["event"], row.get("step")) for row in six.rows("events")]
+    events = [(row["event"], row.get("step")) for row in six.rows("events") if row["event"] != "verdict"]
     assert events == [("start", None), *(("checkpoint", step) for step in (2, 4, 6)), ("stop", None)]
 
 
