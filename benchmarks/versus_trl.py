@@ -35,6 +35,7 @@ from benchmarks.trl_peer import PeerOptions, PeerStep, TrlPeer
 from sparkgrpo.profiling.memory import peak_bytes
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.machine import EMBEDDED, model_recipe, model_source
+from sparkgrpo.trainer.metrics import SPANS
 from sparkgrpo.trainer.model.weights import load_model, save_model, state_dict_hf
 from sparkgrpo.trainer.run import DTYPES, build_loop
 from sparkgrpo.trainer.tasks.registry import make_task, task_options
@@ -71,7 +72,7 @@ class OurSide:
         self.number += 1
         self.loop.clock.start_step()
         metrics = self.loop.step(self.number).metrics
-        seconds = self.loop.clock.end_step()
+        seconds = {key: s for key, s in self.loop.clock.end_step().items() if key not in SPANS}
         num_tokens, reward_mean = metrics["num_tokens"], metrics["reward_mean"]
         assert isinstance(num_tokens, int) and isinstance(reward_mean, float)
         return PeerStep(seconds=seconds, num_tokens=num_tokens, reward_mean=reward_mean)

@@ -132,7 +132,8 @@ def test_flags_lists_and_layers(loop: FakeLoop) -> None:
     ("arguments", "message"),
     [
         ("", "expected a command: train, eval"),
-        ("wach", "unknown command 'wach'; the commands are train, eval, watch"),
+        ("wach", "unknown command 'wach'; the commands are train, eval, profile, doctor, watch, diagnose, report,"),
+        ("wach", "did you mean 'watch'?"),
         ("watch", "the following arguments are required: RUN"),
         ("watch nowhere", "nowhere: not a run folder"),
         ("diagnose nowhere", "nowhere: no such folder"),
