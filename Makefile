@@ -29,7 +29,7 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
-# What needs no download: ops, TRL, Hugging Face, growth and profile on the embedded model; then every table and plot.
+# On the embedded model: ops, TRL (its extra is installed), Hugging Face, growth and profile; then every table and plot.
 bench: $(VENV)/.installed
 	@$(VENV)/bin/python install.py trl
 	@$(VENV)/bin/python -m pytest --benchmark $(ARGS)

@@ -136,9 +136,9 @@ def against_trl(model: str, rounds: int, names: Sequence[str]) -> dict[str, obje
         for name in names:
             command = [sys.executable, "-m", "benchmarks.update_against_trl", folder, "--rounds", str(rounds)]
             done = subprocess.run([*command, "--side", name], stdout=subprocess.PIPE, text=True, check=True)
-            # TRL's trainer prints a summary of its own behind our line
-            line = next(line for line in done.stdout.splitlines() if line.startswith('{"wall_s"'))
-            sides[name] = json.loads(line)
+            # TRL's trainer prints a summary of its own, on our line too where its progress bar has not ended it.
+            text = done.stdout[done.stdout.index('{"wall_s"') :]
+            sides[name], _ = json.JSONDecoder().raw_decode(text)
             print(name, sides[name], flush=True)
     result: dict[str, object] = {"sides": sides}
     if "ours" in sides:
