@@ -1,12 +1,14 @@
 """The Python API: the example that the README prints runs, and so does what TRL's users write."""
 
 import contextlib
+import datetime
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparkgrpo.trainer.api import train
@@ -184,6 +186,22 @@ def test_mistakes_are_told(run: Callable[..., Any], values: dict, message: str) 
     with pytest.raises(UserError, match=message):
         run(**values)
     assert not list(Path.cwd().glob("runs/*/metrics.jsonl"))
+
+
+class Odd:
+    """A value that JSON has no form for."""
+
+
+@pytest.mark.parametrize("odd", [Odd(), [Odd()], {1, 2}, datetime.date(2024, 5, 1), np.arange(3)])
+def test_columns_that_no_process_can_get_are_refused_by_row(run: Callable[..., Any], odd: object) -> None:
+    Path("mine.py").write_text("def pay(completions, **columns):\n    return [1.0] * len(completions)\n")
+    rows = [*ROWS[:6], *({**row, "level": odd} for row in ROWS[6:])]
+    with pytest.raises(UserError, match=rf"dataset row 7: the column 'level' holds a {type(odd).__name__}, and a rew"):
+        run(dataset=rows, reward_funcs="mine.py:pay")
+    with pytest.raises(UserError, match="dataset row 7: the column 'level'"):
+        run(dataset=ROWS[:6], eval_dataset=rows, answer_column="answer", checker="mine.py:pay")
+    result, _, _ = run(dataset=rows, reward_funcs=vowels, steps=1)
+    assert result.steps == 1, "a Python object gets any value"
 
 
 def test_a_file_as_dataset_and_a_function_by_reference(run: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.task_config import PYTHON, reward_references
+from sparkgrpo.trainer.task_config import CHECKERS, PYTHON, reward_references
 from sparkgrpo.trainer.tasks.base import Task, TaskOpening, opened
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
 from sparkgrpo.trainer.tasks.code import Code, CodeOptions
@@ -127,6 +127,8 @@ def task_options(config: Config) -> TaskOptions:
             answer_column=config.answer_column,
             checker=config.checker,
             heldout_frac=config.heldout_frac,
+            is_for_process=config.checker not in CHECKERS
+            or any(not reference.startswith(PYTHON) for reference in reward_references(word)),
         ),
         math=MathOptions(sandbox=config.sandbox, is_unsafe_allowed=config.unsafe_sandbox),
         data=config.data,

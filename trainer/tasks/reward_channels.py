@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.tasks.records import check_json
 from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, UnknownReference, describe
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, WorkerStartError
 
@@ -75,7 +76,12 @@ class ProcessChannel:
     def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
         """Hand the job to the process."""
         # Functions in an event loop mind their own deadline; the kill is for one that blocks the loop.
-        inner: Future[Outcome] = self._pool.submit({**job, "deadline_s": deadline_s}, deadline_s + job["grace_s"])
+        try:
+            inner: Future[Outcome] = self._pool.submit({**job, "deadline_s": deadline_s}, deadline_s + job["grace_s"])
+        except (TypeError, ValueError, RecursionError):  # rows were looked at before; a user's task was not
+            for problem in job["problems"]:
+                check_json(problem["columns"], f"reward: {self._texts}: problem {str(problem['prompt'])[:60]!r}")
+            raise
         future: Future[list[Reply]] = Future()
         inner.add_done_callback(lambda done: _pass_on(done, future, len(job["only"])))
         return future

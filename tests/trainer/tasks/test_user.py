@@ -326,6 +326,15 @@ def test_a_late_python_object_is_waited_for_and_reported(functions: Open) -> Non
     assert len(told) == 1 and "no answer within 0.1 s; a Python object cannot be stopped" in told[0]
 
 
+def test_a_column_of_a_problem_that_no_process_can_get_is_named(functions: Open) -> None:
+    problem = Problem(prompt=(1, 2), columns={"nums": [1], "target": {3}}, identity="mine:1")
+    answers = completions(1)
+    with pytest.raises(
+        UserError, match=r"reward_functions.py:fast: problem '\[1, 2\]': the column 'target' holds a set"
+    ):
+        functions("fast").score([problem], answers, [OK], LATER)
+
+
 def test_that_a_python_object_is_late_is_said_once(functions: Open) -> None:
     """A batch that fails late runs again row by row, and each row is late too."""
 
