@@ -142,6 +142,11 @@ def task_options(config: Config) -> TaskOptions:
 def make_task(name: str, options: TaskOptions) -> Task:
     """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
     check_name(name)
+    if name.startswith(PYTHON):
+        raise UserError(
+            f"task: {name.removeprefix(PYTHON)} was a Python object, which no name leads to: go on from Python, "
+            "by train(resume=..., task=...)"
+        )
     if name.startswith(GYM):
         return Gym(
             name.removeprefix(GYM),
@@ -184,17 +189,18 @@ def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
     """
     check_name(config.task)
     kind = GYM if config.task.startswith(GYM) else config.task
+    shown = config.task.removeprefix(PYTHON)
     for name, tasks in _TAKEN_BY.items():
         if name in user_set and kind not in tasks:
             raise UserError(
                 f"{name}: belongs to the task {' or '.join(task.rstrip(':') for task in tasks)}, "
-                f"got the task {config.task}: leave {name} out"
+                f"got the task {shown}: leave {name} out"
             )
     functions = reward_references(config.reward)
     words = _REWARDS.get(kind, ("strict",))
     if not functions and config.reward not in ("auto", *words):
         raise UserError(
-            f"reward: the task {config.task} pays {' or '.join(words)}, or functions such as file.py:name; "
+            f"reward: the task {shown} pays {' or '.join(words)}, or functions such as file.py:name; "
             f"got {config.reward!r}"
         )
     own = [name for name in _OF_OWN_REWARD if name in user_set and functions]
