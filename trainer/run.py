@@ -217,11 +217,14 @@ def build_engine(
 
 
 def heldout_problems(task: Task, config: Config) -> list[Problem]:
-    """The problems of every evaluation; `UserError` where the task has fewer."""
+    """The problems of every evaluation; `UserError` where the task has fewer, or none."""
     try:
-        return task.heldout(config.eval_problems)
+        problems = task.heldout(config.eval_problems)
     except ValueError as error:
         raise UserError(f"eval_problems: {error}") from None
+    if not problems:
+        raise UserError("task: heldout gave no problem; an evaluation needs at least one")
+    return problems
 
 
 def _set_up(config: Config) -> torch.device:

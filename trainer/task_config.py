@@ -11,7 +11,7 @@ from typing import Literal
 REWARD_WORDS = ("auto", "strict", "sloppy", "five", "correct", "visible")
 CHECKERS = ("number", "exact", "math")
 PYTHON = "python:"
-"""Stands before the name of a function that was given as an object, and cannot be found again by its name."""
+"""Stands before the name of a function or task that was given as an object: its name does not lead to it again."""
 REFERENCE = re.compile(r"(?:verl:)?[^:,]+:[A-Za-z_]\w*")
 """A function by reference: "file.py:name" or "package.module:name", for verl's contract with verl: before it."""
 

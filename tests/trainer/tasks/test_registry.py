@@ -149,6 +149,19 @@ def test_a_task_of_one_s_own(name: str) -> None:
         ("OtherColumns", r"its columns are \['target'\], its problems have \['number'\]"),
         ("UnknownReason", "verify gave the reason 'wrong_value', which is not among"),
         ("Raises", "could not be made: OSError: no licence"),
+        (
+            "ProblemsRaise",
+            r"own_tasks.py:ProblemsRaise: expected problems\(0, 0, 1\) .* KeyError: 'question' \(.*py:\d+",
+        ),
+        ("NoProblems", r"NoProblems: expected problems\(0, 0, 1\) to be a list of one Problem, got \[\]"),
+        ("GivesOnce", r"GivesOnce: expected problems\(0, 0, 1\) to be a list of one Problem, got \[\]"),
+        ("NotToBeCompared", r"NotToBeCompared: expected problems.* columns compared by ==, but it raised ValueError"),
+        (
+            "VerifyGivesBool",
+            r"VerifyGivesBool: expected verify\(problem, completion\) to give a Score .* got bool False",
+        ),
+        ("VerifyGivesNothing", r"expected verify\(problem, completion\) to give a Score .* got NoneType None"),
+        ("VerifyRaises", r"expected verify\(problem, completion\) of an empty completion .* raised AttributeError"),
     ],
 )
 def test_what_is_no_task_is_told(name: str, message: str) -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -322,6 +324,45 @@ def test_a_late_python_object_is_waited_for_and_reported(functions: Open) -> Non
     found = functions(_object("sleeps_a_little"), timeout_s=0.1, warn=told.append)
     assert rewards(scored(found, count=4)) == [1.0] * 4
     assert len(told) == 1 and "no answer within 0.1 s; a Python object cannot be stopped" in told[0]
+
+
+def test_a_column_of_a_problem_that_no_process_can_get_is_named(functions: Open) -> None:
+    problem = Problem(prompt=(1, 2), columns={"nums": [1], "target": {3}}, identity="mine:1")
+    answers = completions(1)
+    with pytest.raises(
+        UserError, match=r"reward_functions.py:fast: problem '\[1, 2\]': the column 'target' holds a set"
+    ):
+        functions("fast").score([problem], answers, [OK], LATER)
+
+
+def test_that_a_python_object_is_late_is_said_once(functions: Open) -> None:
+    """A batch that fails late runs again row by row, and each row is late too."""
+
+    def late_and_wrong(completions: list[str]) -> list[float]:
+        time.sleep(0.05)
+        raise OSError("no line")
+
+    told: list[str] = []
+    found = functions(late_and_wrong, timeout_s=0.01, warn=told.append)
+    assert rewards(scored(found, count=4)) == [None] * 4
+    scored(found, count=4)
+    assert len(told) == 1
+
+
+def test_the_interpreter_ends_though_a_python_object_hangs() -> None:
+    program = (
+        "import time\n"
+        "from sparkgrpo.trainer.tasks.reward_call import RewardFunction\n"
+        "from sparkgrpo.trainer.tasks.reward_channels import ThreadChannel\n"
+        "def hangs(completions): time.sleep(3600)\n"
+        "channel = ThreadChannel([RewardFunction.of(hangs)], 1.0, print)\n"
+        "job = {'only': ['hangs'], 'texts': ['a'], 'is_plain': True,\n"
+        "       'problems': [{'prompt': 'p', 'columns': {}}], 'problem_of_row': [0]}\n"
+        "channel.submit(job, 1.0)\n"
+        "time.sleep(0.2)\n"
+        "channel.close()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "\U0001f600" * 9, "</answer>", "\u2028\r\n"])
