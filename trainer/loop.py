@@ -128,7 +128,7 @@ class GrpoLoop:
         """Held-out accuracy of the weights as they are."""
         with self.clock.phase("t_eval"):
             self._merge()
-            return evaluate(self.engine, self.dialogue, self.task, self.heldout, self.config)
+            return evaluate(self.engine, self.dialogue, self.reward_check, self.heldout, self.config)
 
     def _round(self, drawn: Drawn, step: int) -> Round:
         """G completions of every problem, and what they are worth."""
@@ -139,7 +139,7 @@ class GrpoLoop:
             completions = self.dialogue.completions(rollout)
             start_scoring(self.task, asked, completions)
             scores = self.reward_check.scores(asked, completions)
-            verdicts = [self.task.verify(problem, answer) for problem, answer in zip(asked, completions, strict=True)]
+            verdicts = self.reward_check.verdicts(asked, completions)
         return Round(
             drawn=drawn, rollout=rollout, asked=asked, completions=completions, scores=scores, verdicts=verdicts
         )

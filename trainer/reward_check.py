@@ -1,9 +1,10 @@
-"""A task's rewards as the loop may use them: a fault is counted and named, and never becomes a silent 0.
+"""A task's judgements as the loop may use them: a fault is counted and named, and never becomes a silent 0.
 
 | what the task does                   | rows                             | run                              |
 |--------------------------------------|----------------------------------|----------------------------------|
 | NaN, infinity, not a number          | that row unscored, `reward_error` | goes on                          |
 | raises, or gives another number of scores | all unscored, `reward_error` | first batch: stops; later: goes on |
+| its strict check raises on a row    | that row unjudged, `reward_error` | first batch: stops; later: goes on |
 | no row scored, so many steps running |                                  | stops with a checkpoint (`run.py`) |
 
 Unscored rows leave their group's statistics and carry no gradient.
@@ -21,12 +22,14 @@ MAX_UNSCORED_STEPS = 3
 
 
 class RewardCheck:
-    """Asks a task for rewards, batch after batch."""
+    """Asks a task for rewards and verdicts, batch after batch."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.has_worked = False
         """Some batch came back whole: a fault from then on is an accident, before it a mistake of the task."""
+        self.has_judged = False
+        """The same for the strict check."""
         self.faults: list[str] = []
         """What went wrong since the last `take_faults`, a sentence each."""
 
@@ -61,6 +64,35 @@ class RewardCheck:
                 f"{scores[wrong[0]].reward!r} for {problems[wrong[0]].identity}"
             )
         return [score if usable else _unscored() for score, usable in zip(scores, is_usable, strict=True)]
+
+    def verdicts(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """What the strict check says of each completion; one that it fails on is unjudged, the others keep theirs.
+
+        Raises:
+            Exception: What the task raised on the first batch, its name added.
+        """
+        verdicts: list[Score] = []
+        failures: list[str] = []
+        for problem, completion in zip(problems, completions, strict=True):
+            try:
+                verdict = self.task.verify(problem, completion)
+                if not _is_usable(verdict.reward):
+                    raise ValueError(f"expected a finite number or None as reward, got {verdict.reward!r}")
+            except UserError:
+                raise
+            except Exception as error:
+                if not self.has_judged:
+                    error.add_note(f"while task {self.task.name} verified its first batch")
+                    raise
+                failures.append(f"such as {problem.identity}: {error!r}")
+                verdict = _unscored()
+            verdicts.append(verdict)
+        if failures:
+            self.faults.append(
+                f"task {self.task.name}: no verdict for {len(failures)} of {len(verdicts)} completions, {failures[0]}"
+            )
+        self.has_judged = True
+        return verdicts
 
     def take_faults(self) -> list[str]:
         """The faults since the last call."""

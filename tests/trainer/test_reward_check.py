@@ -81,3 +81,45 @@ def test_a_mistake_of_the_person_ends_the_run_at_any_time() -> None:
     check.scores(ASKED, ANSWERS)
     with pytest.raises(UserError, match="no such column"):
         check.scores(ASKED, ANSWERS)
+
+
+class Judging(Echo):
+    """Its strict check says or raises what it is told to, by the problem's token."""
+
+    def __init__(self, **by_token: Any) -> None:
+        super().__init__(EchoOptions(num_tokens=4))
+        self.by_token = by_token
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        told = self.by_token.get(f"echo{problem.prompt[0]}", 1.0)
+        if isinstance(told, Exception):
+            raise told
+        return Score(reward=told, parts={}, reason="ok")
+
+
+@pytest.mark.parametrize("told", [ZeroDivisionError("by zero"), math.nan, "1"])
+def test_a_strict_check_that_fails_later_leaves_its_row_unjudged(told: object) -> None:
+    task = Judging()
+    check = RewardCheck(task)
+    assert [verdict.reward for verdict in check.verdicts(ASKED, ANSWERS)] == [1.0] * 4
+    task.by_token = {"echo1": told, "echo3": told}
+    verdicts = check.verdicts(ASKED, ANSWERS)
+    assert [verdict.reward for verdict in verdicts] == [1.0, None, 1.0, None]
+    assert verdicts[1] == Score(reward=None, parts={}, reason=REWARD_ERROR)
+    (fault,) = check.take_faults()
+    assert "task echo: no verdict for 2 of 4 completions, such as echo:1" in fault
+
+
+def test_a_strict_check_that_fails_at_first_ends_the_run() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        RewardCheck(Judging(echo2=ZeroDivisionError())).verdicts(ASKED, ANSWERS)
+    assert "while task echo verified its first batch" in caught.value.__notes__
+
+
+def test_a_mistake_of_the_person_in_a_strict_check_ends_the_run_at_any_time() -> None:
+    task = Judging()
+    check = RewardCheck(task)
+    check.verdicts(ASKED, ANSWERS)
+    task.by_token = {"echo0": UserError("no such column")}
+    with pytest.raises(UserError, match="no such column"):
+        check.verdicts(ASKED, ANSWERS)
