@@ -74,6 +74,8 @@ class ProblemStream:
 
     def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those held-out problems whose prompts fit, under "drop"; all of them, or a `UserError`, under "refuse"."""
+        if not problems:
+            raise UserError("task: there is no held-out problem to evaluate on; expected at least 1")
         kept = []
         for index, problem in enumerate(problems):
             fault = self.fault(len(self.dialogue.prompt_ids(problem)))

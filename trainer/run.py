@@ -145,7 +145,8 @@ def evaluate_command(config: Config) -> dict[str, object]:
     loaded = _load(config, device, model_source(model_name))
     with evaluation_task(config) as task:
         dialogue = Dialogue(loaded.tokenizer)
-        problems = heldout_problems(task, config)
+        stream = ProblemStream(config, task, dialogue, loaded.model.config)
+        problems = stream.fitting(heldout_problems(task, config))
         longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
         plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
         engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)

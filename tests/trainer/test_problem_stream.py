@@ -74,3 +74,5 @@ def test_heldout_problems() -> None:
     assert [problem.identity for problem in kept] == ["echo:0", "echo:1", "echo:2", "echo:5", "echo:6"]
     with pytest.raises(UserError, match="all 2 held-out prompts are too long; raise --max-prompt-tokens"):
         stream(max_prompt_tokens=3, long_prompts="drop").fitting(problems[3:5])
+    with pytest.raises(UserError, match="there is no held-out problem to evaluate on"):
+        stream().fitting([])
