@@ -80,7 +80,7 @@ class GrpoLoop:
         self.engine, self.updater, self.clock = engine, updater, clock
         self.lora = lora
         self.stream = ProblemStream(config, task, dialogue, engine.model.config)
-        self.reward_check = RewardCheck(task)
+        self.reward_check = RewardCheck(task, truncated_reward=config.truncated_reward)
         self.seen_reasons: set[str] = set()
         self.num_extra_problems = 0
         """Problems of the stream that were taken beyond prompts_per_step a step: replaced, or passed over."""

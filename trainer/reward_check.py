@@ -12,6 +12,8 @@ Unscored rows leave their group's statistics and carry no gradient.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.metrics import REWARD_ERROR
@@ -22,10 +24,14 @@ MAX_UNSCORED_STEPS = 3
 
 
 class RewardCheck:
-    """Asks a task for rewards and verdicts, batch after batch."""
+    """Asks a task for rewards and verdicts, batch after batch.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    Args:
+        truncated_reward: "zero": a completion that ran into the token limit earns 0, if it was scored, in every task.
+    """
+
+    def __init__(self, task: Task, *, truncated_reward: Literal["keep", "zero"] = "keep") -> None:
+        self.task, self.truncated_reward = task, truncated_reward
         self.has_worked = False
         """Some batch came back whole: a fault from then on is an accident, before it a mistake of the task."""
         self.has_judged = False
@@ -63,7 +69,13 @@ class RewardCheck:
                 f"task {self.task.name}: {len(wrong)} of {len(scores)} rewards are no finite numbers, such as "
                 f"{scores[wrong[0]].reward!r} for {problems[wrong[0]].identity}"
             )
-        return [score if usable else _unscored() for score, usable in zip(scores, is_usable, strict=True)]
+        usable = [score if ok else _unscored() for score, ok in zip(scores, is_usable, strict=True)]
+        if self.truncated_reward == "keep":
+            return usable
+        return [
+            replace(score, reward=0.0) if answer.is_truncated and score.reward is not None else score
+            for score, answer in zip(usable, completions, strict=True)
+        ]
 
     def verdicts(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the strict check says of each completion; one that it fails on is unjudged, the others keep theirs.

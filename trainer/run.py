@@ -150,7 +150,8 @@ def evaluate_command(config: Config) -> dict[str, object]:
         longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
         plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
         engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-        evaluation = evaluate(engine, dialogue, RewardCheck(task), problems, config)
+        check = RewardCheck(task, truncated_reward=config.truncated_reward)
+        evaluation = evaluate(engine, dialogue, check, problems, config)
     row = evaluation.row(0)
     return {
         "model": model_name,

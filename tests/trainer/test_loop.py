@@ -162,3 +162,13 @@ def test_a_strict_check_that_gives_out_is_a_warning(
     result = loop.step(2)
     assert any("no verdict for 20 of 20 completions" in warning for warning in result.warnings)
     assert loop.evaluate().accuracy is None
+
+
+def test_truncated_completions_can_earn_nothing_in_any_task(make_decoder: Callable[..., Decoder]) -> None:
+    """No stop ids: every completion is cut."""
+    task = Parity(EchoOptions(num_tokens=5))
+    shape: dict[str, Any] = {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 2, "num_valid": 33}
+    kept = loop_of(make_decoder(), task, **shape).step(1)
+    cut = loop_of(make_decoder(), task, **shape, truncated_reward="zero").step(1)
+    assert {score.reward for score in kept.scores} == {0.0, 1.0, None}
+    assert {score.reward for score in cut.scores} == {0.0, None} and not any(cut.advantages)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,3 +124,12 @@ def test_a_mistake_of_the_person_in_a_strict_check_ends_the_run_at_any_time() ->
     task.by_token = {"echo0": UserError("no such column")}
     with pytest.raises(UserError, match="no such column"):
         check.verdicts(ASKED, ANSWERS)
+
+
+def test_truncated_completions_can_earn_nothing() -> None:
+    """Whatever the task; one that was not scored stays so, and the reason is the task's."""
+    answers = [replace(answer, is_truncated=n > 0) for n, answer in enumerate(ANSWERS)]
+    paid = [1.0, 1.0, None, -2.0]
+    assert [s.reward for s in RewardCheck(Paying(paid)).scores(ASKED, answers)] == paid
+    scores = RewardCheck(Paying(paid), truncated_reward="zero").scores(ASKED, answers)
+    assert [(s.reward, s.reason) for s in scores] == [(1.0, "ok"), (0.0, "ok"), (None, "ok"), (0.0, "ok")]

@@ -1,9 +1,7 @@
 """A task whose reward is given by functions of the user; its problems and its strict check stay as they are."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
-from typing import Literal
 
 from sparkgrpo.trainer.metrics import REWARD_ERROR, SCORED
 from sparkgrpo.trainer.tasks.base import (
@@ -26,7 +24,6 @@ class RewardedTask:
         task: Makes the problems and has the strict check, if there is one.
         functions: What training pays.
         num_steps: Steps of the run, for `trainer_state`.
-        truncated_reward: "zero": a completion that ran into the token limit earns 0, if it was scored.
     """
 
     def __init__(
@@ -35,7 +32,6 @@ class RewardedTask:
         functions: RewardFunctions,
         *,
         num_steps: int,
-        truncated_reward: Literal["keep", "zero"] = "keep",
     ) -> None:
         self.task, self.functions = task, functions
         self.name: str = task.name
@@ -43,7 +39,6 @@ class RewardedTask:
         self.reasons: tuple[str, ...] = (NOT_APPLICABLE, REWARD_ERROR, SCORED, *task.reasons)
         self.num_problems: int | None = task.num_problems
         self.notes: tuple[str, ...] = (*functions.notes, *getattr(task, "notes", ()))
-        self._truncated_reward = truncated_reward
         self._state = TrainerState(global_step=0, max_steps=num_steps)
         self._found: list[tuple[UserScores, int]] = []
 
@@ -65,12 +60,7 @@ class RewardedTask:
         verdicts = [self.task.verify(problem, answer) for problem, answer in zip(problems, completions, strict=True)]
         found = self.functions.score(problems, completions, verdicts, self._state)
         self._found.append((found, len(completions)))
-        if self._truncated_reward == "keep":
-            return list(found.scores)
-        return [
-            replace(score, reward=0.0) if answer.is_truncated and score.reward is not None else score
-            for score, answer in zip(found.scores, completions, strict=True)
-        ]
+        return list(found.scores)
 
     def begin_step(self, step: int, num_problems: int) -> None:
         """The functions see this step as `trainer_state`; what an evaluation left is forgotten."""
