@@ -12,7 +12,7 @@ from sparkgrpo.trainer.metrics import SCORED
 from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Sampling
-from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score, start_scoring
+from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ def evaluate(
     rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
     task = check.task
-    start_scoring(task, problems, completions)
+    check.start_scoring(problems, completions)
     scores = check.verdicts(problems, completions)
     if all(score.reward is None and score.reason == SCORED for score in scores):
         # No strict check: what training pays is all there is to see. Verdicts that failed are another matter.

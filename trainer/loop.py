@@ -27,7 +27,7 @@ from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.sampling_rounds import Round, Sampled, sample_batch
 from sparkgrpo.trainer.shaping import shaped_rewards
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, StepObserver, StepReport, Task, start_scoring
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, StepObserver, StepReport, Task
 from sparkgrpo.trainer.update import Updater
 
 
@@ -137,7 +137,7 @@ class GrpoLoop:
         with self.clock.phase("t_reward"):
             asked = [drawn.problems[n] for n in rollout.prompt_of_row_S.tolist()]
             completions = self.dialogue.completions(rollout)
-            start_scoring(self.task, asked, completions)
+            self.reward_check.start_scoring(asked, completions)
             scores = self.reward_check.scores(asked, completions)
             verdicts = self.reward_check.verdicts(asked, completions)
         return Round(

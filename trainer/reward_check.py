@@ -17,7 +17,7 @@ from typing import Literal
 
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.metrics import REWARD_ERROR
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task, start_scoring
 
 MAX_UNSCORED_STEPS = 3
 """Steps in a row without one scored completion that a run takes."""
@@ -38,6 +38,22 @@ class RewardCheck:
         """The same for the strict check."""
         self.faults: list[str] = []
         """What went wrong since the last `take_faults`, a sentence each."""
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Have a task that can judge ahead begin with these; where it cannot now, it is asked again by what follows.
+
+        Raises:
+            Exception: What the task raised on the first batch, its name added.
+        """
+        try:
+            start_scoring(self.task, problems, completions)
+        except UserError:
+            raise
+        except Exception as error:
+            if not (self.has_worked or self.has_judged):
+                error.add_note(f"while task {self.task.name} began to score its first batch")
+                raise
+            self.faults.append(f"task {self.task.name}: {len(completions)} completions not scored ahead: {error!r}")
 
     def scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """One score a completion; `problems[i]` is that of `completions[i]`.

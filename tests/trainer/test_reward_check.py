@@ -133,3 +133,28 @@ def test_truncated_completions_can_earn_nothing() -> None:
     assert [s.reward for s in RewardCheck(Paying(paid)).scores(ASKED, answers)] == paid
     scores = RewardCheck(Paying(paid), truncated_reward="zero").scores(ASKED, answers)
     assert [(s.reward, s.reason) for s in scores] == [(1.0, "ok"), (0.0, "ok"), (None, "ok"), (0.0, "ok")]
+
+
+class Ahead(Judging):
+    """Judges ahead, as long as it can; it has no processes to open or close."""
+
+    fault: Exception | None = None
+    num_begun = 0
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.num_begun += len(completions)
+
+
+def test_any_task_may_judge_ahead_and_may_fail_at_it() -> None:
+    task = Ahead()
+    check = RewardCheck(task)
+    check.start_scoring(ASKED, ANSWERS)
+    assert task.num_begun == 4
+    task.fault = OSError("no process")
+    with pytest.raises(OSError, match="no process"):
+        check.start_scoring(ASKED, ANSWERS)
+    check.verdicts(ASKED, ANSWERS)
+    check.start_scoring(ASKED, ANSWERS)
+    assert "4 completions not scored ahead: OSError('no process')" in check.take_faults()[0]

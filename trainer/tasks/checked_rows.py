@@ -33,27 +33,34 @@ class CheckedRows(Rows):
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 or 0.0 by the function; unscored where it failed."""
         key = (problem.identity, completion.text)
-        if key not in self._judged:
-            self._judge([problem], [completion])
-        return self._judged[key]
+        return self._judged[key] if key in self._judged else self._verdicts([problem], [completion])[key]
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the function says is what training pays."""
-        self._judged.clear()  # of the batch before: within one, the strict check reads what the reward found
-        self._judge(problems, completions)
+        self.start_scoring(problems, completions)
         pairs = zip(problems, completions, strict=True)
         return [self._judged[problem.identity, completion.text] for problem, completion in pairs]
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Call the function once for all of these, unless it has judged them. Earlier answers are forgotten."""
+        pairs = list(zip(problems, completions, strict=True))
+        keys = [(problem.identity, completion.text) for problem, completion in pairs]
+        kept = {key: self._judged[key] for key in keys if key in self._judged}
+        new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in kept}
+        if new:
+            kept |= self._verdicts(*zip(*new.values(), strict=True))
+        self._judged = kept
 
     def close(self) -> None:
         """End the process of the function."""
         self._functions.close()
 
-    def _judge(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+    def _verdicts(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> dict[tuple[str, str], Score]:
         state = TrainerState(global_step=self._num_batches, max_steps=0)  # an error in the first batch ends the run
         found = self._functions.score(problems, completions, [UNVERIFIED] * len(completions), state)
         self._num_batches += 1
-        for problem, completion, score in zip(problems, completions, found.scores, strict=True):
-            self._judged[problem.identity, completion.text] = _verdict(score)
+        judged = zip(problems, completions, found.scores, strict=True)
+        return {(problem.identity, completion.text): _verdict(score) for problem, completion, score in judged}
 
 
 def _verdict(score: Score) -> Score:

@@ -94,7 +94,7 @@ class Gym:
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 for a full score, else 0.0; unscored where the data set's own check failed."""
-        score = self._scores([problem], [completion])[0]
+        score = self._scores([problem], [completion])[problem.identity, completion.text]
         return (
             score
             if score.reward is None
@@ -103,8 +103,13 @@ class Gym:
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """The data set's score, 0 to 1."""
-        self._scored.clear()  # of the batch before: within one, the strict check reads what the reward found
-        return self._scores(problems, completions)
+        self.start_scoring(problems, completions)
+        pairs = zip(problems, completions, strict=True)
+        return [self._scored[problem.identity, answer.text] for problem, answer in pairs]
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Score these side by side, for `verify` and `reward` to read. Earlier ones not among them are forgotten."""
+        self._scored = self._scores(problems, completions)
 
     def close(self) -> None:
         """End the scoring processes."""
@@ -112,16 +117,18 @@ class Gym:
             self._confined.close()
             self._confined = None
 
-    def _scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+    def _scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> dict[tuple[str, str], Score]:
+        """By identity and text; what the batch at hand has already is not asked for again."""
         keys = [(problem.identity, answer.text) for problem, answer in zip(problems, completions, strict=True)]
+        found = {key: self._scored[key] for key in keys if key in self._scored}
         asked: dict[tuple[str, str], tuple[object, ...]] = {}
         for key, problem in zip(keys, problems, strict=True):
-            if key in self._scored or key in asked:
+            if key in found or key in asked:
                 continue
             block = find_answer(key[1])
             reason = _reason_unasked(block)
             if reason is not None:
-                self._scored[key] = _score(0.0, reason, key[1])
+                found[key] = _score(0.0, reason, key[1])
             else:
                 assert block is not None
                 asked[key] = self._arguments(problem, block.strip())
@@ -138,8 +145,8 @@ class Gym:
                 )
             answers = self._confined.call([(CHILD_FUNCTION, arguments) for arguments in asked.values()])
             for key, answer in zip(asked, answers, strict=True):
-                self._scored[key] = _of_answer(answer, key[1])
-        return [self._scored[key] for key in keys]
+                found[key] = _of_answer(answer, key[1])
+        return found
 
     def _arguments(self, problem: Problem, answer: str) -> tuple[object, ...]:
         seed = problem.columns["gym_seed"]

@@ -50,13 +50,17 @@ class RewardedTask:
         """Those of the task."""
         return self.task.heldout(count)
 
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Have the task's strict check begin, if it can work ahead."""
+        start_scoring(self.task, problems, completions)
+
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """The task's strict check."""
         return self.task.verify(problem, completion)
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the functions give. `UserError` where one of them raised in step 1 or gave another number of values."""
-        start_scoring(self.task, problems, completions)
+        self.start_scoring(problems, completions)
         verdicts = [self.task.verify(problem, answer) for problem, answer in zip(problems, completions, strict=True)]
         found = self.functions.score(problems, completions, verdicts, self._state)
         self._found.append((found, len(completions)))
