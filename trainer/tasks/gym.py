@@ -21,6 +21,7 @@ from sparkgrpo.trainer.tasks.base import (
     KeyedDraws,
     Problem,
     Score,
+    StepReport,
     is_heldout,
     stream_key,
 )
@@ -41,7 +42,7 @@ CHILD_FUNCTION = "gym_call:score_answer"
 
 
 class Gym:
-    """The task. See `Task` for the contract of its methods; close it at the end of a run.
+    """The task. See `Task` and `StepObserver` for the contracts of its methods; close it at the end of a run.
 
     Raises:
         UserError: reasoning-gym is missing, or has no such data set; its countdown is refused.
@@ -74,6 +75,7 @@ class Gym:
         self._is_unsafe_allowed = is_unsafe_allowed
         self._confined: ConfinedFunctions | None = None
         self._scored: dict[tuple[str, str], Score] = {}
+        self._warnings: list[str] = []
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Entries start .. start + count - 1 of this seed's endless stream, none of them held out."""
@@ -111,6 +113,14 @@ class Gym:
         """Score these side by side, for `verify` and `reward` to read. Earlier ones not among them are forgotten."""
         self._scored = self._scores(problems, completions)
 
+    def begin_step(self, step: int, num_problems: int) -> None:
+        """The step has no say here; what an evaluation before it left is told with it."""
+
+    def take_report(self) -> StepReport:
+        """Why answers could not be scored."""
+        warnings, self._warnings = self._warnings, []
+        return StepReport(warnings=warnings)
+
     def close(self) -> None:
         """End the scoring processes."""
         if self._confined is not None:
@@ -146,6 +156,11 @@ class Gym:
             answers = self._confined.call([(CHILD_FUNCTION, arguments) for arguments in asked.values()])
             for key, answer in zip(asked, answers, strict=True):
                 found[key] = _of_answer(answer, key[1])
+            failed = [answer for key, answer in zip(asked, answers, strict=True) if found[key].reward is None]
+            if failed:
+                self._warnings.append(
+                    f"task {self.name}: no score for {len(failed)} of {len(answers)} answers; {_cause(failed[0])}"
+                )
         return found
 
     def _arguments(self, problem: Problem, answer: str) -> tuple[object, ...]:
@@ -205,6 +220,14 @@ def _of_answer(answer: Answer, text: str) -> Score:
         paid = float(answer.value)
         return _score(paid, OK if paid == 1 else "wrong_value", text)
     return Score(reward=None, parts={}, reason=REWARD_ERROR)
+
+
+def _cause(answer: Answer) -> str:
+    """What went wrong, for people; the end of a traceback may quote what the model wrote."""
+    if answer.status == "ok":
+        return f"its score_answer gave {answer.value!r:.100}, expected a number from 0 to 1"
+    lines = str(answer.value or "").strip().splitlines()
+    return f"{answer.status}: {lines[-1]!r:.200}" if lines else answer.status
 
 
 def _score(paid: float, reason: str, text: str) -> Score:

@@ -10,6 +10,7 @@ from sparkgrpo.trainer.tasks.base import (
     EvaluationReport,
     Problem,
     Score,
+    StepObserver,
     StepReport,
     Task,
     start_scoring,
@@ -72,16 +73,21 @@ class RewardedTask:
         epoch = None if size is None else (step - 1) * num_problems / size
         self._state = TrainerState(global_step=step - 1, max_steps=self._state.max_steps, epoch=epoch)
         self._found.clear()
+        if isinstance(self.task, StepObserver):
+            self.task.begin_step(step, num_problems)
 
     def take_report(self) -> StepReport:
-        """Restarts, what functions logged (the mean over batches) and kept, and their errors."""
+        """Restarts, what functions logged (the mean over batches) and kept, their errors; and what the task reports."""
+        inner = self.task.take_report() if isinstance(self.task, StepObserver) else StepReport()
         found, sizes = [scores for scores, _ in self._found], [size for _, size in self._found]
         self._found.clear()
         logged = {name for scores in found for name in scores.metrics}
         columns = {column for scores in found for column in scores.extras}
         return StepReport(
             metrics={
-                "num_reward_restarts": sum(scores.num_restarts for scores in found),
+                **inner.metrics,
+                "num_reward_restarts": inner.metrics.get("num_reward_restarts", 0)
+                + sum(scores.num_restarts for scores in found),
                 **{
                     f"metric/{name}": fmean(scores.metrics[name] for scores in found if name in scores.metrics)
                     for name in sorted(logged)
@@ -95,7 +101,7 @@ class RewardedTask:
                 ]
                 for column in sorted(columns)
             },
-            warnings=[warning for scores in found for warning in scores.warnings],
+            warnings=[*inner.warnings, *(warning for scores in found for warning in scores.warnings)],
         )
 
     def evaluation_report(

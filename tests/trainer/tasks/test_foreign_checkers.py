@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import Completion, Score, start_scoring
+from sparkgrpo.trainer.tasks.base import Completion, Score, StepObserver, start_scoring
 from sparkgrpo.trainer.tasks.confined_call import Answer, ConfinedFunctions
 from sparkgrpo.trainer.tasks.countdown import make_problem
 from sparkgrpo.trainer.tasks.gym import Gym
@@ -184,6 +184,27 @@ def test_a_batch_of_the_gym_is_scored_together_and_only_the_newest_is_kept(
         assert [fake_gym.verify(problem, answer).reward for answer in answers] == [1.0, 1.0, 0.0, 1.0]
         assert [score.reward for score in fake_gym.reward([problem] * 4, answers)] == [1.0, 1.0, 0.5, 1.0]
         assert confined.num_calls == batch + 1 and len(fake_gym._scored) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (Answer("timeout", None), "no score for 2 of 3 answers; timeout"),
+        (Answer("exception", "Traceback\n  line\nKeyError: 'x'"), """exception: "KeyError: 'x'\""""),
+        (Answer("ok", 3.0), "its score_answer gave 3.0, expected a number from 0 to 1"),
+    ],
+)
+def test_why_the_gym_could_not_score_is_told_once(
+    fake_gym: Gym, completion: Callable[..., Completion], answer: Answer, cause: str
+) -> None:
+    fake_gym._confined = FakeConfined({"1": answer, "2": answer})  # type: ignore[assignment]
+    problem = fake_gym.problems(0, 0, 1)[0]
+    answers = [completion(f"<answer>{n}</answer>") for n in range(3)]
+    fake_gym.reward([problem] * 3, answers)
+    assert isinstance(fake_gym, StepObserver)
+    (warning,) = fake_gym.take_report().warnings
+    assert warning.startswith("task gym:sums: ") and cause in warning
+    assert not fake_gym.take_report().warnings
 
 
 def test_the_gym_s_countdown_is_refused() -> None:

@@ -147,6 +147,21 @@ def test_a_batch_is_one_call_and_only_the_newest_is_kept(checked: CheckedRows, c
     assert checked.verify(problem, completion("another")).reason == "wrong_value" and len(checked._judged) == 4
 
 
+def test_why_an_answer_could_not_be_judged_is_told_behind_a_reward_too(checked: CheckedRows, completion: Make) -> None:
+    problem = checked.problems(0, 0, 1)[0]
+    rewarded = RewardedTask(checked, RewardFunctions(
+        [lambda completions, **_: [0.5] * len(completions)],
+        columns=checked.columns, is_plain=True, timeout_s=5, warn=print,
+    ), num_steps=9)  # fmt: skip
+    rewarded.reward([problem], [completion("fine")])
+    rewarded.begin_step(2, 1)
+    scores = rewarded.reward([problem] * 2, [completion("boom"), completion("no")])
+    assert [(score.reward, score.reason) for score in scores] == [(0.5, "scored"), (0.5, "wrong_value")]
+    (warning,) = rewarded.take_report().warnings
+    assert "no value for 1 of 2 completions" in warning and "boom" in warning
+    assert not rewarded.take_report().warnings
+
+
 def test_a_function_that_raises_at_once_stops(checked: CheckedRows, completion: Make) -> None:
     with pytest.raises(UserError, match="check raised ValueError: boom in step 1"):
         checked.reward(checked.problems(0, 0, 1), [completion("boom")])
