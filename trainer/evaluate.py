@@ -9,9 +9,10 @@ from statistics import fmean
 from sparkgrpo.trainer.config import Config
 from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.metrics import SCORED
+from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Sampling
-from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score, Task, start_scoring
+from sparkgrpo.trainer.tasks.base import Completion, EvaluationReport, Problem, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +55,14 @@ class Evaluation:
 def evaluate(
     engine: RolloutEngine,
     dialogue: Dialogue,
-    task: Task,
+    check: RewardCheck,
     problems: Sequence[Problem],
     config: Config,
 ) -> Evaluation:
     """Answer every problem once with the engine's weights as they are now; streams are problem indices.
+
+    Args:
+        check: Asks the task for verdicts; one that could not be had is a fault of `check.take_faults`.
 
     The key is the same at every step, so that with a temperature too evaluations differ by the weights alone.
 
@@ -70,10 +74,12 @@ def evaluate(
     sampling = Sampling(temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
     rollout = engine.generate(prompts, 1, sampling, derived_key(config.seed, PURPOSE_EVAL, 0))
     completions = dialogue.completions(rollout)
-    start_scoring(task, problems, completions)
-    scores = [task.verify(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
-    if all(score.reward is None for score in scores):  # no strict check: what training pays is all there is to see
-        scores = task.reward(problems, completions)
+    task = check.task
+    check.start_scoring(problems, completions)
+    scores = check.verdicts(problems, completions)
+    if all(score.reward is None and score.reason == SCORED for score in scores):
+        # No strict check: what training pays is all there is to see. Verdicts that failed are another matter.
+        scores = check.scores(problems, completions)
     has_report = isinstance(task, EvaluationReport)
     report = task.evaluation_report(problems, completions, scores) if has_report else {}
     return Evaluation(problems=problems, completions=completions, scores=scores, report=report)

@@ -146,3 +146,29 @@ def test_evaluation_is_the_same_twice_and_strict(make_decoder: Callable[..., Dec
     loop.config = replace(loop.config, eval_temperature=1.0)
     sampled = loop.evaluate()
     assert sampled == loop.evaluate() and sampled != first
+
+
+def test_a_strict_check_that_gives_out_is_a_warning(
+    make_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Parity(EchoOptions(num_tokens=5))
+    loop = loop_of(make_decoder(), task, num_valid=33, prompts_per_step=5, group_size=4, max_new_tokens=2)
+    loop.step(1)
+
+    def broken(problem: Problem, completion: Completion) -> Score:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(task, "verify", broken)
+    result = loop.step(2)
+    assert any("no verdict for 20 of 20 completions" in warning for warning in result.warnings)
+    assert loop.evaluate().accuracy is None
+
+
+def test_truncated_completions_can_earn_nothing_in_any_task(make_decoder: Callable[..., Decoder]) -> None:
+    """No stop ids: every completion is cut."""
+    task = Parity(EchoOptions(num_tokens=5))
+    shape: dict[str, Any] = {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 2, "num_valid": 33}
+    kept = loop_of(make_decoder(), task, **shape).step(1)
+    cut = loop_of(make_decoder(), task, **shape, truncated_reward="zero").step(1)
+    assert {score.reward for score in kept.scores} == {0.0, 1.0, None}
+    assert {score.reward for score in cut.scores} == {0.0, None} and not any(cut.advantages)

@@ -97,7 +97,6 @@ def task_options(config: Config) -> TaskOptions:
     grading = NumberRewardOptions(
         reward="correct" if word == "correct" else "five",
         xmlcount_floor=config.xmlcount_floor,
-        truncated_reward=config.truncated_reward,
     )
     return TaskOptions(
         countdown=CountdownOptions(
@@ -108,11 +107,9 @@ def task_options(config: Config) -> TaskOptions:
             reward="sloppy" if word == "sloppy" else "strict",
             format_reward=config.format_reward,
             single_answer=config.single_answer,
-            truncated_reward=config.truncated_reward,
         ),
         code=CodeOptions(
             reward="visible" if word == "visible" else "strict",
-            truncated_reward=config.truncated_reward,
             sandbox=config.sandbox,
             is_unsafe_allowed=config.unsafe_sandbox,
         ),
@@ -206,7 +203,7 @@ def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
     own = [name for name in _OF_OWN_REWARD if name in user_set and functions]
     if own:
         raise UserError(f"{own[0]}: is part of the task's own reward, which {config.reward} replaces: leave one out")
-    if config.reward_weights and not functions and config.task != Rows.name:
+    if config.reward_weights and not functions:
         raise UserError("reward_weights: weighs reward functions, and none is given: expected --reward file.py:name")
 
 
@@ -260,9 +257,7 @@ def run_task(
             is_unsafe_allowed=config.unsafe_sandbox,
         )
         with closing(reward_functions):
-            rewarded = RewardedTask(
-                task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward
-            )
+            rewarded = RewardedTask(task, reward_functions, num_steps=config.steps)
             yield replace(opening, task=rewarded, notes=(*rewarded.notes, *opening.notes))
 
 

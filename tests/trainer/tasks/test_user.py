@@ -395,3 +395,11 @@ def test_sums_are_finite(functions: Open) -> None:
     found = functions(lambda completions: [1e308] * len(completions), weights=(10.0,))
     result = scored(found, count=2)
     assert all(reward is None or math.isfinite(reward) for reward in rewards(result))
+
+
+def test_a_strict_check_that_could_not_judge_does_not_call_a_reward_an_error(functions: Open) -> None:
+    failed = Score(reward=None, parts={}, reason="reward_error")
+    found = functions("fast").score(problems(3), completions(3), [OK, failed, UNVERIFIED], LATER)
+    assert [(score.reward, score.reason) for score in found.scores] == [
+        (1.0, "wrong_value"), (1.0, "scored"), (1.0, "scored"),
+    ]  # fmt: skip
