@@ -5,7 +5,7 @@
 | NaN, infinity, not a number          | that row unscored, `reward_error` | goes on                          |
 | raises, or gives another number of scores | all unscored, `reward_error` | first batch: stops; later: goes on |
 | its strict check raises on a row    | that row unjudged, `reward_error` | first batch: stops; later: goes on |
-| no row scored, so many steps running |                                  | stops with a checkpoint (`run.py`) |
+| no row scored, so many steps running |                                  | stops, saved (`live_run.py`)      |
 
 Unscored rows leave their group's statistics and carry no gradient.
 """
