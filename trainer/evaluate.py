@@ -29,8 +29,12 @@ class Evaluation:
     @property
     def accuracy(self) -> float | None:
         """Share of right answers; None for a task without a strict check. What could not be judged is left out."""
-        judged = [score.is_right for score in self.scores if score.reward is not None and score.reason != SCORED]
+        judged = self._judged
         return fmean(judged) if judged else None
+
+    @property
+    def _judged(self) -> list[bool]:
+        return [score.is_right for score in self.scores if score.reward is not None and score.reason != SCORED]
 
     def row(self, step: int) -> dict[str, object]:
         """The line of evals.jsonl."""
@@ -42,7 +46,7 @@ class Evaluation:
             "step": step,
             "num_problems": n,
             "accuracy": p,
-            "accuracy_se": None if p is None else math.sqrt(p * (1 - p) / n),
+            "accuracy_se": None if p is None else math.sqrt(p * (1 - p) / len(self._judged)),
             "right_bits": f"{int(bits, 2):0{-(-n // 4)}x}",
             "reward_mean": fmean(rewards) if rewards else None,
             "len_mean": fmean(len(completion.token_ids) for completion in self.completions),

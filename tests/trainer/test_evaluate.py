@@ -181,3 +181,10 @@ def test_a_strict_check_that_gives_out_leaves_accuracy_unknown(model: Decoder) -
     evaluation = evaluate(watched(model), Dialogue(None), check, task.heldout(5), GREEDY)
     assert evaluation.accuracy is None and evaluation.row(4)["reason/reward_error"] == 1.0
     assert "no verdict for 5 of 5" in check.take_faults()[0]
+
+
+def test_what_could_not_be_judged_does_not_make_accuracy_surer() -> None:
+    evaluation = evaluation_of(["ok", "wrong_value", "ok", "ok"], [1] * 4, [False] * 4)
+    failed = [Score(reward=None, parts={}, reason="reward_error")] * 2
+    row = replace(evaluation, scores=[*evaluation.scores[:2], *failed]).row(0)
+    assert (row["accuracy"], row["accuracy_se"]) == (0.5, pytest.approx((0.25 / 2) ** 0.5))
