@@ -136,7 +136,7 @@ EVAL_METRICS: tuple[Metric, ...] = (
     Metric("step", "updates before it: 0, every eval_every, the last"),
     Metric("num_problems", "held-out problems, the same at every step"),
     Metric("accuracy", "right answers by the strict check / problems it could judge", "fraction"),
-    Metric("accuracy_se", "standard error of it by the number of problems", "fraction"),
+    Metric("accuracy_se", "standard error of it by the number of judged problems", "fraction"),
     Metric("accuracy_flexible", "gsm8k: right where the last number of the text counts / problems", "fraction"),
     Metric("constant_guess", "gsm8k: right if every answer were the most frequent one in training", "fraction"),
     Metric("heldout_family_accuracy", "word problems: accuracy on families that training never has", "fraction"),
