@@ -120,7 +120,7 @@ class GrpoLoop:
             completions=sampled.completions,
             scores=sampled.scores,
             advantages=advantage_S.tolist(),
-            warnings=[*self.reward_check.take_faults(), *report.warnings],
+            warnings=list(dict.fromkeys([*self.reward_check.take_faults(), *report.warnings])),  # each once
             extras=report.extras,
         )
 

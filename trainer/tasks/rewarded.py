@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from sparkgrpo.trainer.metrics import REWARD_ERROR, SCORED
+from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.tasks.base import (
     NOT_APPLICABLE,
     Completion,
@@ -41,6 +42,7 @@ class RewardedTask:
         self.num_problems: int | None = task.num_problems
         self.notes: tuple[str, ...] = (*functions.notes, *getattr(task, "notes", ()))
         self._state = TrainerState(global_step=0, max_steps=num_steps)
+        self._check = RewardCheck(task)
         self._found: list[tuple[UserScores, int]] = []
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
@@ -62,7 +64,7 @@ class RewardedTask:
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the functions give. `UserError` where one of them raised in step 1 or gave another number of values."""
         self.start_scoring(problems, completions)
-        verdicts = [self.task.verify(problem, answer) for problem, answer in zip(problems, completions, strict=True)]
+        verdicts = self._check.verdicts(problems, completions)  # one that fails takes no reward with it
         found = self.functions.score(problems, completions, verdicts, self._state)
         self._found.append((found, len(completions)))
         return list(found.scores)
@@ -101,7 +103,11 @@ class RewardedTask:
                 ]
                 for column in sorted(columns)
             },
-            warnings=[*inner.warnings, *(warning for scores in found for warning in scores.warnings)],
+            warnings=[
+                *self._check.take_faults(),
+                *inner.warnings,
+                *(warning for scores in found for warning in scores.warnings),
+            ],
         )
 
     def evaluation_report(
