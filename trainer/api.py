@@ -79,6 +79,8 @@ def train(
     if "resume" not in options:  # a run that goes on has these in its run.json
         options |= _named(model, functions, reward_weights, dataset, task)
     resolved, user_set, notes = settled(options, config)
+    if "resume" in settings and (made is not None or rows is not None):
+        _check_same_task(resolved.task, Rows.name if made is None else _task_name(made))
     if rows is not None:
         made = rows_task(task_options(resolved), rows)
     shown = view or make_view(resolved.plain)
@@ -96,7 +98,7 @@ def _named(
     functions: Sequence[RewardFunc],
     reward_weights: Sequence[float] | None,
     dataset: object,
-    task: object,
+    task: str | Task | None,
 ) -> dict[str, object]:
     """The arguments of `train` as settings, as far as they have names."""
     options: dict[str, object] = {"model": model}
@@ -105,11 +107,26 @@ def _named(
         options["reward"] = ",".join(named)
     if reward_weights:
         options["reward_weights"] = ",".join(map(str, reward_weights))
-    if isinstance(task, str):
-        options["task"] = task
-    elif dataset is not None and task is None:
+    if task is not None:
+        options["task"] = _task_name(task)
+    elif dataset is not None:
         options["task"] = Rows.name
     return options | ({"data": dataset} if isinstance(dataset, str) else {})
+
+
+def _task_name(task: str | Task) -> str:
+    """A task as the setting; an object is recorded by its type's name alone."""
+    return task if isinstance(task, str) else f"{PYTHON}{type(task).__name__}"
+
+
+def _check_same_task(recorded: str, given: str) -> None:
+    """`UserError` where rows or an object would go on in a run of another task."""
+    if given != recorded:
+        raise UserError(
+            f"task: the run to go on with is one of {recorded.removeprefix(PYTHON)}, got "
+            f"{'rows' if given == Rows.name else f'an object of {given.removeprefix(PYTHON)}'}: "
+            f"{'give an object of that type' if recorded.startswith(PYTHON) else 'leave it out'}"
+        )
 
 
 def _rows(dataset: Iterable[Mapping[str, Any]], eval_dataset: Iterable[Mapping[str, Any]] | None) -> Splits:

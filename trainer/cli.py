@@ -53,7 +53,8 @@ SECTIONS: tuple[tuple[str, str], ...] = (
 )
 _EVAL_FIELDS = (
     "model task numbers max_number max_target data prompt_column answer_column checker heldout_frac flexible "
-    "sandbox unsafe_sandbox eval_problems max_new_tokens eval_temperature seed device precision num_threads"
+    "sandbox unsafe_sandbox eval_problems max_new_tokens max_prompt_tokens long_prompts eval_temperature seed device "
+    "precision num_threads"
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from sparkgrpo.profiling.device_state import DeviceMeter, DeviceState
 from sparkgrpo.profiling.environment import device_name
 from sparkgrpo.profiling.memory import memory_limits, peak_bytes
-from sparkgrpo.profiling.phases import PhaseClock, clock_error
+from sparkgrpo.profiling.phases import OTHER, PhaseClock, clock_error
 from sparkgrpo.profiling.probe import Probe
 from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.profiling.roofline import ModelShape
@@ -24,7 +24,8 @@ class MemoryGuard:
     """Ends a step whose memory has run out, at a boundary where nothing is lost. Observes the run's clock.
 
     Until the first update of a step the weights are those of the last one, and the step can be dropped; from then on it
-    is finished. A boundary is that of a phase, of a micro-batch's backward pass, or of a decode step.
+    is finished, evaluation, checkpoint and log line included. A boundary is that of a phase, of a micro-batch's
+    backward pass, or of a decode step; never that of `t_other`, in which a line may still be unwritten.
     """
 
     def __init__(self, device: torch.device, watchdog: MemoryWatchdog) -> None:
@@ -32,6 +33,8 @@ class MemoryGuard:
         self.num_warnings = 0
         self.lowest_bytes: int | None = None
         """Lowest MemAvailable of the step so far."""
+        self.lowest_of_last_step_bytes: int | None = None
+        """Of the step that ended last."""
         self._has_updated = False
 
     def step_started(self) -> None:
@@ -44,11 +47,17 @@ class MemoryGuard:
         if span is None:
             self._look()
         self._has_updated |= phase == "t_opt"
-        self.between_steps()
+        if phase != OTHER:
+            self.between_steps()
+
+    def step_done(self) -> None:
+        """Nothing of this step can be dropped any more, whether it had an update or not."""
+        self._has_updated = True
 
     def step_ended(self) -> None:
         """The last look at memory of this step."""
         self._look()
+        self.lowest_of_last_step_bytes = self.lowest_bytes
 
     def between_steps(self) -> None:
         """Between two decode steps: `MemoryFloorReached` where the step must be dropped."""
@@ -127,8 +136,9 @@ class Instruments:
         assert isinstance(num_tokens, int)
         if self.guard.num_warnings > self._num_told:
             self._num_told = self.guard.num_warnings
+            lowest_bytes = self.guard.lowest_of_last_step_bytes or 0
             texts.append(
-                f"memory is short: {(self.guard.lowest_bytes or 0) / 2**30:.2f} GiB were left, the run ends below "
+                f"memory is short: {lowest_bytes / 2**30:.2f} GiB were left, the run ends below "
                 f"{self.limits.floor_bytes / 2**30:.2f} GiB; caches were emptied"
             )
         error = clock_error(seconds)
@@ -137,7 +147,7 @@ class Instruments:
             "tok_per_s": num_tokens / seconds["t_gen"],
             "mem_peak_bytes": peak_bytes(self.device),
             "mem_reserved_bytes": torch.cuda.memory_reserved(self.device) if is_cuda else None,
-            "mem_available_min_bytes": self.guard.lowest_bytes,
+            "mem_available_min_bytes": self.guard.lowest_of_last_step_bytes,
         }
         state = asdict(DeviceState() if self.device_meter is None else self.device_meter.state())
         return {**measured, **rates, **state}, texts + ([] if error is None else [error])

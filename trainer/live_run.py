@@ -74,6 +74,8 @@ class Run:
                 self._evaluate()  # a stopped run that has no step left
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
+        except UserError as error:
+            raise UserError(f"{error}{self._saved_all_the_same()}") from None
         except MemoryFloorReached as error:
             self.is_out_of_memory = True
             self.warn(f"{error}: the step in hand was dropped")
@@ -83,6 +85,7 @@ class Run:
     def _step(self) -> None:
         config, progress = self.config, self.progress
         result = self.loop.step(progress.step + 1)
+        self.instruments.guard.step_done()
         progress.step += 1
         progress.num_tokens_total += result.num_prompt_tokens + sum(len(c.token_ids) for c in result.completions)
         progress.skipped_steps = self.loop.updater.optim.skipped_steps
@@ -169,6 +172,16 @@ class Run:
         )
         self.saved_step = progress.step
         self.log.event("checkpoint", {"step": progress.step, "path": str(path.relative_to(self.log.folder))})
+
+    def _saved_all_the_same(self) -> str:
+        """Save the steps that are done before a mistake ends the run; what to add to its message."""
+        if self.progress.step in (0, self.saved_step):
+            return ""
+        try:
+            self._save()
+        except UserError as error:  # the disk may be the mistake
+            return f"; and the steps done could not be saved: {error}"
+        return f"; step {self.saved_step} is saved: go on with --resume {self.log.folder}"
 
     def _way_on(self) -> str:
         """What to do about weights that diverged."""

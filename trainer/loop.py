@@ -27,7 +27,7 @@ from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.sampling_rounds import Round, Sampled, sample_batch
 from sparkgrpo.trainer.shaping import shaped_rewards
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, StepObserver, StepReport, Task, start_scoring
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, StepObserver, StepReport, Task
 from sparkgrpo.trainer.update import Updater
 
 
@@ -80,7 +80,7 @@ class GrpoLoop:
         self.engine, self.updater, self.clock = engine, updater, clock
         self.lora = lora
         self.stream = ProblemStream(config, task, dialogue, engine.model.config)
-        self.reward_check = RewardCheck(task)
+        self.reward_check = RewardCheck(task, truncated_reward=config.truncated_reward)
         self.seen_reasons: set[str] = set()
         self.num_extra_problems = 0
         """Problems of the stream that were taken beyond prompts_per_step a step: replaced, or passed over."""
@@ -120,7 +120,7 @@ class GrpoLoop:
             completions=sampled.completions,
             scores=sampled.scores,
             advantages=advantage_S.tolist(),
-            warnings=[*self.reward_check.take_faults(), *report.warnings],
+            warnings=list(dict.fromkeys([*self.reward_check.take_faults(), *report.warnings])),  # each once
             extras=report.extras,
         )
 
@@ -128,7 +128,7 @@ class GrpoLoop:
         """Held-out accuracy of the weights as they are."""
         with self.clock.phase("t_eval"):
             self._merge()
-            return evaluate(self.engine, self.dialogue, self.task, self.heldout, self.config)
+            return evaluate(self.engine, self.dialogue, self.reward_check, self.heldout, self.config)
 
     def _round(self, drawn: Drawn, step: int) -> Round:
         """G completions of every problem, and what they are worth."""
@@ -137,9 +137,9 @@ class GrpoLoop:
         with self.clock.phase("t_reward"):
             asked = [drawn.problems[n] for n in rollout.prompt_of_row_S.tolist()]
             completions = self.dialogue.completions(rollout)
-            start_scoring(self.task, asked, completions)
+            self.reward_check.start_scoring(asked, completions)
             scores = self.reward_check.scores(asked, completions)
-            verdicts = [self.task.verify(problem, answer) for problem, answer in zip(asked, completions, strict=True)]
+            verdicts = self.reward_check.verdicts(asked, completions)
         return Round(
             drawn=drawn, rollout=rollout, asked=asked, completions=completions, scores=scores, verdicts=verdicts
         )

@@ -15,7 +15,7 @@ _EMBEDDED_FOLDER = Path(__file__).parent / "embedded" / "model"
 _HUB_TIMEOUT_S = 5.0
 _OF_A_RUN = (
     *("task", "numbers", "max_number", "max_target", "data", "prompt_column", "answer_column", "checker"),
-    *("heldout_frac", "max_new_tokens", "eval_problems", "eval_temperature"),
+    *("heldout_frac", "max_new_tokens", "max_prompt_tokens", "long_prompts", "eval_problems", "eval_temperature"),
 )
 
 

@@ -45,7 +45,8 @@ class ProblemStream:
         """The next `count` problems from this place on, `long_prompts` obeyed.
 
         Raises:
-            UserError: A prompt that is too long, by index and name; or nothing but such prompts.
+            UserError: A prompt that is too long, by index and name; nothing but such prompts; or a task that gives
+                another number of problems than it was asked for.
         """
         config = self.config
         problems: list[Problem] = []
@@ -53,7 +54,7 @@ class ProblemStream:
         places: list[int] = []
         place, num_dropped, in_a_row = start, 0, 0
         while len(problems) < count:
-            for problem in self.task.problems(config.seed, place, count - len(problems)):
+            for problem in self._asked(place, count - len(problems)):
                 ids = self.dialogue.prompt_ids(problem)
                 fault = self.fault(len(ids))
                 if fault is None:
@@ -71,6 +72,18 @@ class ProblemStream:
                 if in_a_row == MAX_DROPPED_IN_A_ROW:
                     raise UserError(f"{problem.identity}: {in_a_row} prompts in a row are too long; the last: {fault}")
         return Drawn(problems=problems, prompts=prompts, places=places, end=place, num_dropped=num_dropped)
+
+    def _asked(self, start: int, count: int) -> Sequence[Problem]:
+        """The task's problems from here on, exactly as many as asked: none at all would be asked for without an end."""
+        given = self.task.problems(self.config.seed, start, count)
+        got = len(given) if isinstance(given, Sequence) else type(given).__name__
+        if got != count:
+            raise UserError(
+                f"task: {self.task.name}: expected problems(seed={self.config.seed}, start={start}, count={count}) to "
+                f"give {count} problems, got {got}; the stream has no end: after its last row start again from the "
+                "first row (index % number of rows), and set num_problems to the number of rows"
+            )
+        return given
 
     def fitting(self, problems: Sequence[Problem]) -> list[Problem]:
         """Those held-out problems whose prompts fit, under "drop"; all of them, or a `UserError`, under "refuse"."""

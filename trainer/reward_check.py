@@ -1,34 +1,59 @@
-"""A task's rewards as the loop may use them: a fault is counted and named, and never becomes a silent 0.
+"""A task's judgements as the loop may use them: a fault is counted and named, and never becomes a silent 0.
 
 | what the task does                   | rows                             | run                              |
 |--------------------------------------|----------------------------------|----------------------------------|
 | NaN, infinity, not a number          | that row unscored, `reward_error` | goes on                          |
 | raises, or gives another number of scores | all unscored, `reward_error` | first batch: stops; later: goes on |
-| no row scored, so many steps running |                                  | stops with a checkpoint (`run.py`) |
+| its strict check raises on a row    | that row unjudged, `reward_error` | first batch: stops; later: goes on |
+| no row scored, so many steps running |                                  | stops, saved (`live_run.py`)      |
 
 Unscored rows leave their group's statistics and carry no gradient.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.metrics import REWARD_ERROR
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task, start_scoring
 
 MAX_UNSCORED_STEPS = 3
 """Steps in a row without one scored completion that a run takes."""
 
 
 class RewardCheck:
-    """Asks a task for rewards, batch after batch."""
+    """Asks a task for rewards and verdicts, batch after batch.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    Args:
+        truncated_reward: "zero": a completion that ran into the token limit earns 0, if it was scored, in every task.
+    """
+
+    def __init__(self, task: Task, *, truncated_reward: Literal["keep", "zero"] = "keep") -> None:
+        self.task, self.truncated_reward = task, truncated_reward
         self.has_worked = False
         """Some batch came back whole: a fault from then on is an accident, before it a mistake of the task."""
+        self.has_judged = False
+        """The same for the strict check."""
         self.faults: list[str] = []
         """What went wrong since the last `take_faults`, a sentence each."""
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Have a task that can judge ahead begin with these; where it cannot now, it is asked again by what follows.
+
+        Raises:
+            Exception: What the task raised on the first batch, its name added.
+        """
+        try:
+            start_scoring(self.task, problems, completions)
+        except UserError:
+            raise
+        except Exception as error:
+            if not (self.has_worked or self.has_judged):
+                error.add_note(f"while task {self.task.name} began to score its first batch")
+                raise
+            self.faults.append(f"task {self.task.name}: {len(completions)} completions not scored ahead: {error!r}")
 
     def scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """One score a completion; `problems[i]` is that of `completions[i]`.
@@ -60,7 +85,42 @@ class RewardCheck:
                 f"task {self.task.name}: {len(wrong)} of {len(scores)} rewards are no finite numbers, such as "
                 f"{scores[wrong[0]].reward!r} for {problems[wrong[0]].identity}"
             )
-        return [score if usable else _unscored() for score, usable in zip(scores, is_usable, strict=True)]
+        usable = [score if ok else _unscored() for score, ok in zip(scores, is_usable, strict=True)]
+        if self.truncated_reward == "keep":
+            return usable
+        return [
+            replace(score, reward=0.0) if answer.is_truncated and score.reward is not None else score
+            for score, answer in zip(usable, completions, strict=True)
+        ]
+
+    def verdicts(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """What the strict check says of each completion; one that it fails on is unjudged, the others keep theirs.
+
+        Raises:
+            Exception: What the task raised on the first batch, its name added.
+        """
+        verdicts: list[Score] = []
+        failures: list[str] = []
+        for problem, completion in zip(problems, completions, strict=True):
+            try:
+                verdict = self.task.verify(problem, completion)
+                if not _is_usable(verdict.reward):
+                    raise ValueError(f"expected a finite number or None as reward, got {verdict.reward!r}")
+            except UserError:
+                raise
+            except Exception as error:
+                if not self.has_judged:
+                    error.add_note(f"while task {self.task.name} verified its first batch")
+                    raise
+                failures.append(f"such as {problem.identity}: {error!r}")
+                verdict = _unscored()
+            verdicts.append(verdict)
+        if failures:
+            self.faults.append(
+                f"task {self.task.name}: no verdict for {len(failures)} of {len(verdicts)} completions, {failures[0]}"
+            )
+        self.has_judged = True
+        return verdicts
 
     def take_faults(self) -> list[str]:
         """The faults since the last call."""

@@ -34,6 +34,7 @@ from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.readers import Readers, report_of
 from sparkgrpo.trainer.reference import frozen_copy
 from sparkgrpo.trainer.resume import restore
+from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
 from sparkgrpo.trainer.runlog import RunLog
@@ -144,11 +145,13 @@ def evaluate_command(config: Config) -> dict[str, object]:
     loaded = _load(config, device, model_source(model_name))
     with evaluation_task(config) as task:
         dialogue = Dialogue(loaded.tokenizer)
-        problems = heldout_problems(task, config)
+        stream = ProblemStream(config, task, dialogue, loaded.model.config)
+        problems = stream.fitting(heldout_problems(task, config))
         longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
         plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
         engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
-        evaluation = evaluate(engine, dialogue, task, problems, config)
+        check = RewardCheck(task, truncated_reward=config.truncated_reward)
+        evaluation = evaluate(engine, dialogue, check, problems, config)
     row = evaluation.row(0)
     return {
         "model": model_name,
@@ -217,11 +220,14 @@ def build_engine(
 
 
 def heldout_problems(task: Task, config: Config) -> list[Problem]:
-    """The problems of every evaluation; `UserError` where the task has fewer."""
+    """The problems of every evaluation; `UserError` where the task has fewer, or none."""
     try:
-        return task.heldout(config.eval_problems)
+        problems = task.heldout(config.eval_problems)
     except ValueError as error:
         raise UserError(f"eval_problems: {error}") from None
+    if not problems:
+        raise UserError("task: heldout gave no problem; an evaluation needs at least one")
+    return problems
 
 
 def _set_up(config: Config) -> torch.device:

@@ -4,6 +4,7 @@ Which of them a task takes, and which do not go together, is checked where the t
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 REWARD_WORDS = ("auto", "strict", "sloppy", "five", "correct", "visible")
 CHECKERS = ("number", "exact", "math")
 PYTHON = "python:"
-"""Stands before the name of a function that was given as an object, and cannot be found again by its name."""
+"""Stands before the name of a function or task that was given as an object: its name does not lead to it again."""
 REFERENCE = re.compile(r"(?:verl:)?[^:,]+:[A-Za-z_]\w*")
 """A function by reference: "file.py:name" or "package.module:name", for verl's contract with verl: before it."""
 
@@ -83,9 +84,11 @@ def task_value_problem(name: str, value: object) -> str | None:
         return f"expected one of {', '.join(CHECKERS)}, or a function such as file.py:name, got {value!r}"
     if name == "reward_weights" and value:
         try:
-            tuple(map(float, str(value).split(",")))
+            are_finite = all(math.isfinite(float(weight)) for weight in str(value).split(","))
         except ValueError:
-            return f'expected numbers such as "1,0.5", got {value!r}'
+            are_finite = False
+        if not are_finite:
+            return f'expected finite numbers such as "1,0.5", got {value!r}'
     return None
 
 

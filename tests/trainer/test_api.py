@@ -1,18 +1,22 @@
 """The Python API: the example that the README prints runs, and so does what TRL's users write."""
 
 import contextlib
+import datetime
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparkgrpo.trainer.api import train
-from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.cli import main
+from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.runlog import read_jsonl, read_run
 from sparkgrpo.trainer.tasks.countdown import Countdown, CountdownOptions
+from sparkgrpo.trainer.tasks.registry import evaluation_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT: dict[str, Any] = {
@@ -184,6 +188,64 @@ def test_mistakes_are_told(run: Callable[..., Any], values: dict, message: str) 
     with pytest.raises(UserError, match=message):
         run(**values)
     assert not list(Path.cwd().glob("runs/*/metrics.jsonl"))
+
+
+class Mine(Countdown):
+    """A task of one's own, as an object."""
+
+
+class Other(Countdown):
+    """Another one."""
+
+
+def test_a_run_of_a_task_object_goes_on_with_the_object_alone(run: Callable[..., Any]) -> None:
+    options = CountdownOptions(numbers=(2,))
+    _whole, rows, _ = run(task=Mine(options), steps=4)
+    half, _, _ = run(task=Mine(options))
+    config = config_of(half)
+    assert config["task"] == "python:Mine" == read_run(Path(half.run_dir))["task"]
+    lost = (
+        r"task: Mine was a Python object, which no name leads to: go on from Python, by train\(resume=..., task=...\)"
+    )
+    with pytest.raises(UserError, match=lost):
+        train(resume=half.run_dir, steps=4, plain=True)
+    assert main(["train", "--resume", half.run_dir, "--steps", "4"]) == 2
+    with pytest.raises(UserError, match="the run to go on with is one of Mine, got an object of Other: give an object"):
+        train(resume=half.run_dir, steps=4, plain=True, task=Other(options))
+    with pytest.raises(UserError, match="the run to go on with is one of Mine, got rows"):
+        train(resume=half.run_dir, steps=4, plain=True, dataset=ROWS, reward_funcs=vowels)
+    result = train(resume=half.run_dir, steps=4, plain=True, task=Mine(options))
+    later = read_jsonl(Path(half.run_dir) / "metrics.jsonl")
+    assert result.steps == 4 and [row["reward_mean"] for row in later] == [row["reward_mean"] for row in rows]
+    with pytest.raises(UserError, match=lost), evaluation_task(Config(task="python:Mine")):
+        pass
+
+
+def test_a_task_object_is_not_judged_by_the_rules_of_countdown(run: Callable[..., Any]) -> None:
+    task = Mine(CountdownOptions(numbers=(2,)))
+    for values, message in (
+        ({"numbers": "2"}, "numbers: belongs to the task countdown, got the task Mine: leave numbers out"),
+        ({"data": "x"}, "data: belongs to the task gsm8k or rows, got the task Mine"),
+        ({"reward": "sloppy"}, "reward: the task Mine pays strict, or functions"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(task=task, **values)
+
+
+class Odd:
+    """A value that JSON has no form for."""
+
+
+@pytest.mark.parametrize("odd", [Odd(), [Odd()], {1, 2}, datetime.date(2024, 5, 1), np.arange(3)])
+def test_columns_that_no_process_can_get_are_refused_by_row(run: Callable[..., Any], odd: object) -> None:
+    Path("mine.py").write_text("def pay(completions, **columns):\n    return [1.0] * len(completions)\n")
+    rows = [*ROWS[:6], *({**row, "level": odd} for row in ROWS[6:])]
+    with pytest.raises(UserError, match=rf"dataset row 7: the column 'level' holds a {type(odd).__name__}, and a rew"):
+        run(dataset=rows, reward_funcs="mine.py:pay")
+    with pytest.raises(UserError, match="dataset row 7: the column 'level'"):
+        run(dataset=ROWS[:6], eval_dataset=rows, answer_column="answer", checker="mine.py:pay")
+    result, _, _ = run(dataset=rows, reward_funcs=vowels, steps=1)
+    assert result.steps == 1, "a Python object gets any value"
 
 
 def test_a_file_as_dataset_and_a_function_by_reference(run: Callable[..., Any]) -> None:

@@ -243,11 +243,14 @@ def test_loss_is_explained_where_it_says_nothing(loop: FakeLoop, capsys: pytest.
 
 
 def test_eval_ends_with_one_json_object(loop: FakeLoop, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--model some/model --numbers 4 --eval-problems 5 --temperature 0.5 --max_new_tokens 9"
+    options = (
+        "--model some/model --numbers 4 --eval-problems 5 --temperature 0.5 --max_new_tokens 9 --long-prompts drop"
+    )
     assert cli.main(["eval", *options.split()]) == 0
     assert last_line(capsys) == {"model": "some/model", "accuracy": 0.5}
     config = loop.config
     assert (config.numbers, config.eval_problems, config.eval_temperature, config.max_new_tokens) == ("4", 5, 0.5, 9)
+    assert config.long_prompts == "drop"
 
 
 def test_every_field_is_an_option_in_one_section() -> None:

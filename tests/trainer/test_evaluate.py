@@ -11,6 +11,7 @@ from sparkgrpo.trainer.dialogue import PURPOSE_EVAL, Dialogue, derived_key
 from sparkgrpo.trainer.evaluate import Evaluation, evaluate
 from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig
 from sparkgrpo.trainer.model.weights import random_model
+from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
@@ -109,7 +110,7 @@ def watched(model: Decoder) -> WatchedEngine:
 def test_every_problem_is_answered_once_and_judged_strictly(model: Decoder) -> None:
     engine, task = watched(model), PaidForNothing(EchoOptions(num_tokens=5))
     problems = task.heldout(5)
-    evaluation = evaluate(engine, Dialogue(None), task, problems, GREEDY)
+    evaluation = evaluate(engine, Dialogue(None), RewardCheck(task), problems, GREEDY)
     assert engine.asked == (
         [[0], [1], [2], [3], [4]],
         1,
@@ -129,7 +130,7 @@ def test_a_problem_is_answered_alike_in_any_company(model: Decoder) -> None:
     task = Echo(EchoOptions(num_tokens=5))
 
     def answers(count: int, config: Config = SAMPLED) -> list[tuple[int, ...]]:
-        evaluation = evaluate(watched(model), Dialogue(None), task, task.heldout(count), config)
+        evaluation = evaluate(watched(model), Dialogue(None), RewardCheck(task), task.heldout(count), config)
         return [completion.token_ids for completion in evaluation.completions]
 
     five = answers(5)
@@ -143,7 +144,7 @@ def test_a_prompt_too_long_for_the_model_is_named(model: Decoder) -> None:
     with pytest.raises(
         UserError, match=r"echo:0: expected prompt and completion within the model's 12 positions, got 13"
     ):
-        evaluate(watched(model), Dialogue(None), task, task.heldout(5), replace(GREEDY, max_new_tokens=12))
+        evaluate(watched(model), Dialogue(None), RewardCheck(task), task.heldout(5), replace(GREEDY, max_new_tokens=12))
 
 
 def test_the_weights_as_they_are_now(model: Decoder) -> None:
@@ -152,6 +153,38 @@ def test_the_weights_as_they_are_now(model: Decoder) -> None:
     for layer in model.layers:
         layer.o_weight.data.zero_()
         layer.down_weight.data.zero_()
-    assert evaluate(engine, Dialogue(None), task, task.heldout(5), GREEDY).accuracy == 1.0
+    assert evaluate(engine, Dialogue(None), RewardCheck(task), task.heldout(5), GREEDY).accuracy == 1.0
     model.head_VD.data.neg_()
-    assert evaluate(engine, Dialogue(None), task, task.heldout(5), GREEDY).accuracy == 0.0
+    assert evaluate(engine, Dialogue(None), RewardCheck(task), task.heldout(5), GREEDY).accuracy == 0.0
+
+
+class FailsLater(Echo):
+    """Its strict check gives out once it has worked; its reward pays everybody."""
+
+    is_broken = False
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        if self.is_broken:
+            raise ZeroDivisionError
+        return super().verify(problem, completion)
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        return [Score(reward=1.0, parts={}, reason="ok") for _ in completions]
+
+
+def test_a_strict_check_that_gives_out_leaves_accuracy_unknown(model: Decoder) -> None:
+    """It neither ends the run nor lets the reward stand in for it."""
+    task = FailsLater(EchoOptions(num_tokens=5))
+    check = RewardCheck(task)
+    assert evaluate(watched(model), Dialogue(None), check, task.heldout(5), GREEDY).accuracy is not None
+    task.is_broken = True
+    evaluation = evaluate(watched(model), Dialogue(None), check, task.heldout(5), GREEDY)
+    assert evaluation.accuracy is None and evaluation.row(4)["reason/reward_error"] == 1.0
+    assert "no verdict for 5 of 5" in check.take_faults()[0]
+
+
+def test_what_could_not_be_judged_does_not_make_accuracy_surer() -> None:
+    evaluation = evaluation_of(["ok", "wrong_value", "ok", "ok"], [1] * 4, [False] * 4)
+    failed = [Score(reward=None, parts={}, reason="reward_error")] * 2
+    row = replace(evaluation, scores=[*evaluation.scores[:2], *failed]).row(0)
+    assert (row["accuracy"], row["accuracy_se"]) == (0.5, pytest.approx((0.25 / 2) ** 0.5))

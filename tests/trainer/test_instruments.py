@@ -13,9 +13,11 @@ from sparkgrpo.profiling.probe import Probe
 from sparkgrpo.profiling.watchdog import MemoryFloorReached, MemoryWatchdog
 from sparkgrpo.trainer import instruments
 from sparkgrpo.trainer.batching import TrainBatch, micro_batches
-from sparkgrpo.trainer.config import Config
+from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.instruments import MemoryGuard
+from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.model.decoder import Decoder
+from sparkgrpo.trainer.optim import MasterAdamW, OptimStats
 from sparkgrpo.trainer.rates import RateMeter, micro_batch_flops, model_shape, probe_notes
 from sparkgrpo.trainer.runlog import read_run
 
@@ -82,10 +84,25 @@ def test_a_step_is_dropped_before_its_first_update_and_finished_after_it() -> No
     guard.step_ended()
     assert guard.lowest_bytes == GIB // 2 and guard.num_warnings == 1
     guard.step_started()
+    guard.entered("t_other", None)  # the line of the step before is being written
     with pytest.raises(MemoryFloorReached):
-        guard.entered("t_other", None)
+        guard.entered("t_gen", None)
     with pytest.raises(MemoryFloorReached):
         guard.between_steps()
+
+
+def test_the_lowest_memory_is_that_of_the_step_and_not_of_its_end() -> None:
+    available = [50 * GIB]
+    limits = MemoryLimits(available_bytes=0, reserve_bytes=0, floor_bytes=GIB, warning_bytes=2 * GIB)
+    guard = MemoryGuard(torch.device("cpu"), MemoryWatchdog(limits, lambda: available[0]))
+    guard.step_started()
+    for phase, now in (("t_gen", 40), ("t_train", 7), ("t_other", 45)):
+        available[0] = now * GIB
+        guard.entered(phase, None)
+    guard.step_ended()
+    guard.step_started()
+    guard.entered("t_other", None)
+    assert guard.lowest_of_last_step_bytes == 7 * GIB
 
 
 @pytest.fixture
@@ -119,6 +136,46 @@ def test_a_run_without_memory_saves_the_last_whole_step(
     whole = record(tmp_path / "whole").train(configured(tmp_path / "whole", steps=4, eval_every=0))
     assert not whole.result.is_out_of_memory
     assert stopped.hash_of(4) == whole.hash_of(4)
+
+
+def test_memory_that_falls_in_an_update_ends_the_run_behind_that_step(
+    configured: Callable[..., Config],
+    tmp_path: Path,
+    record: Callable[..., Any],
+    meter: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step is finished: its checkpoint and its line are both there."""
+    plain, calls = MasterAdamW.step, []
+
+    def falling(optim: MasterAdamW, lr: float) -> OptimStats:
+        calls.append(lr)
+        if len(calls) == 2:
+            meter["available"] = 0
+        return plain(optim, lr)
+
+    monkeypatch.setattr(MasterAdamW, "step", falling)
+    found = record(tmp_path / "fell").train(configured(tmp_path / "fell", steps=4, eval_every=0))
+    assert found.result.is_out_of_memory and found.result.steps == 2
+    assert [row["step"] for row in found.rows("metrics")] == [1, 2]
+    assert (found.folder / "checkpoints" / "step_000002").is_dir()
+
+
+def test_a_mistake_in_a_later_step_leaves_the_steps_before_it(
+    configured: Callable[..., Config], tmp_path: Path, record: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = GrpoLoop.step
+
+    def mistaken(loop: GrpoLoop, step: int) -> StepResult:
+        if step == 3:
+            raise UserError("reward: mine gave 3 values for 4 completions")
+        return plain(loop, step)
+
+    monkeypatch.setattr(GrpoLoop, "step", mistaken)
+    run = record(tmp_path / "mistaken")
+    with pytest.raises(UserError, match=r"3 values for 4 completions; step 2 is saved: go on with --resume"):
+        run.train(configured(tmp_path / "mistaken", steps=4, eval_every=0))
+    assert (tmp_path / "mistaken" / "checkpoints" / "step_000002").is_dir()
 
 
 def test_a_machine_too_full_for_the_probe_trains_all_the_same(

@@ -1,5 +1,6 @@
 """The step itself: what it never makes, what it passes on, and what it counts."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,10 @@ from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.reference import frozen_copy
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
+from sparkgrpo.trainer.tasks.rewarded import RewardedTask
+from sparkgrpo.trainer.tasks.user import RewardFunctions
 from sparkgrpo.trainer.update import Updater
 
 
@@ -32,7 +35,7 @@ class Parity(Echo):
 
 
 def loop_of(
-    model: Decoder, task: Echo, *, num_valid: int, stop_ids: tuple[int, ...] = (), **values: object
+    model: Decoder, task: Task, *, num_valid: int, stop_ids: tuple[int, ...] = (), **values: object
 ) -> GrpoLoop:
     config = Config(task="echo", **values)  # pyright: ignore[reportArgumentType]
     clock = PhaseClock(model.device, PHASES)
@@ -146,3 +149,50 @@ def test_evaluation_is_the_same_twice_and_strict(make_decoder: Callable[..., Dec
     loop.config = replace(loop.config, eval_temperature=1.0)
     sampled = loop.evaluate()
     assert sampled == loop.evaluate() and sampled != first
+
+
+def test_a_strict_check_that_gives_out_is_a_warning(
+    make_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Parity(EchoOptions(num_tokens=5))
+    loop = loop_of(make_decoder(), task, num_valid=33, prompts_per_step=5, group_size=4, max_new_tokens=2)
+    loop.step(1)
+
+    def broken(problem: Problem, completion: Completion) -> Score:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(task, "verify", broken)
+    result = loop.step(2)
+    assert any("no verdict for 20 of 20 completions" in warning for warning in result.warnings)
+    assert loop.evaluate().accuracy is None
+
+
+def test_truncated_completions_can_earn_nothing_in_any_task(make_decoder: Callable[..., Decoder]) -> None:
+    """No stop ids: every completion is cut."""
+    task = Parity(EchoOptions(num_tokens=5))
+    shape: dict[str, Any] = {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 2, "num_valid": 33}
+    kept = loop_of(make_decoder(), task, **shape).step(1)
+    cut = loop_of(make_decoder(), task, **shape, truncated_reward="zero").step(1)
+    assert {score.reward for score in kept.scores} == {0.0, 1.0, None}
+    assert {score.reward for score in cut.scores} == {0.0, None} and not any(cut.advantages)
+
+
+def test_a_strict_check_that_gives_out_takes_no_reward_of_functions_with_it(
+    make_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Parity(EchoOptions(num_tokens=5))
+    with contextlib.closing(RewardFunctions(
+        [lambda completions, **_: [0.5] * len(completions)],
+        columns=task.columns, is_plain=True, timeout_s=5, warn=print,
+    )) as functions:  # fmt: skip
+        rewarded = RewardedTask(task, functions, num_steps=2)
+        loop = loop_of(make_decoder(), rewarded, num_valid=33, prompts_per_step=5, group_size=4, max_new_tokens=2)
+        loop.step(1)
+
+        def broken(problem: Problem, completion: Completion) -> Score:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(task, "verify", broken)
+        result = loop.step(2)
+    assert {(score.reward, score.reason) for score in result.scores} == {(0.5, "scored")}
+    assert ["no verdict for 20 of 20" in warning for warning in result.warnings] == [True], "told, and once"

@@ -1,6 +1,7 @@
 """What "auto" comes to, with and without a CUDA device."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,10 +83,17 @@ def test_recipe_of_the_embedded_model(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_checkpoint_is_judged_as_in_its_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = Config(run_dir=str(folder), numbers="4", max_new_tokens=9, lr=0.5, eval_problems=7, seed=3)
+    config = replace(config, max_prompt_tokens=50, long_prompts="drop")
     RunLog.create(config, user_set={}, environment={}).close()
     checkpoint = folder / "checkpoints" / "step_000003"
     recipe = machine.model_recipe(str(checkpoint))
-    lengths = {"max_new_tokens": 9, "eval_problems": 7, "eval_temperature": 0.0}
+    lengths = {
+        "max_new_tokens": 9,
+        "eval_problems": 7,
+        "eval_temperature": 0.0,
+        "max_prompt_tokens": 50,
+        "long_prompts": "drop",
+    }
     assert recipe.items() >= {"task": "countdown", "numbers": "4", "data": "", "heldout_frac": None, **lengths}.items()
     assert not recipe.keys() & {"lr", "seed", "run_dir", "reward"}
     assert machine.model_recipe("some/model") == machine.model_recipe(str(folder / "other" / "step")) == {}

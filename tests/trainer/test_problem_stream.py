@@ -9,6 +9,7 @@ from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.model.decoder import DecoderConfig
 from sparkgrpo.trainer.problem_stream import MAX_DROPPED_IN_A_ROW, ProblemStream
+from sparkgrpo.trainer.run import heldout_problems
 from sparkgrpo.trainer.tasks.base import Problem
 from sparkgrpo.trainer.tasks.echo import Echo, EchoOptions
 
@@ -74,3 +75,38 @@ def test_heldout_problems() -> None:
     assert [problem.identity for problem in kept] == ["echo:0", "echo:1", "echo:2", "echo:5", "echo:6"]
     with pytest.raises(UserError, match="all 2 held-out prompts are too long; raise --max-prompt-tokens"):
         stream(max_prompt_tokens=3, long_prompts="drop").fitting(problems[3:5])
+
+
+class Finite(Echo):
+    """Seven problems, sliced."""
+
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        return super().problems(seed, 0, 7)[start : start + count]
+
+
+class Generous(Echo):
+    """All of its problems, however many are wanted."""
+
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        return super().problems(seed, start, count + 3)
+
+
+@pytest.mark.parametrize(("kind", "start", "got"), [(Finite, 5, 2), (Finite, 7, 0), (Finite, 70, 0), (Generous, 2, 7)])
+def test_another_number_of_problems_is_a_mistake_and_no_endless_search(kind: type[Echo], start: int, got: int) -> None:
+    asked = stream()
+    asked.task = kind(EchoOptions(num_tokens=5))
+    assert kind is Generous or len(asked.draw(3, 4).problems) == 4
+    message = (
+        rf"task: echo: expected problems\(seed=0, start={start}, count=4\) to give 4 problems, got {got}; .*first row"
+    )
+    with pytest.raises(UserError, match=message):
+        asked.draw(start, 4)
+
+
+def test_a_task_without_heldout_problems_is_told() -> None:
+    class Without(Echo):
+        def heldout(self, count: int) -> list[Problem]:
+            return []
+
+    with pytest.raises(UserError, match="task: heldout gave no problem; an evaluation needs at least one"):
+        heldout_problems(Without(EchoOptions(num_tokens=5)), Config(task="echo"))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,3 +82,79 @@ def test_a_mistake_of_the_person_ends_the_run_at_any_time() -> None:
     check.scores(ASKED, ANSWERS)
     with pytest.raises(UserError, match="no such column"):
         check.scores(ASKED, ANSWERS)
+
+
+class Judging(Echo):
+    """Its strict check says or raises what it is told to, by the problem's token."""
+
+    def __init__(self, **by_token: Any) -> None:
+        super().__init__(EchoOptions(num_tokens=4))
+        self.by_token = by_token
+
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        told = self.by_token.get(f"echo{problem.prompt[0]}", 1.0)
+        if isinstance(told, Exception):
+            raise told
+        return Score(reward=told, parts={}, reason="ok")
+
+
+@pytest.mark.parametrize("told", [ZeroDivisionError("by zero"), math.nan, "1"])
+def test_a_strict_check_that_fails_later_leaves_its_row_unjudged(told: object) -> None:
+    task = Judging()
+    check = RewardCheck(task)
+    assert [verdict.reward for verdict in check.verdicts(ASKED, ANSWERS)] == [1.0] * 4
+    task.by_token = {"echo1": told, "echo3": told}
+    verdicts = check.verdicts(ASKED, ANSWERS)
+    assert [verdict.reward for verdict in verdicts] == [1.0, None, 1.0, None]
+    assert verdicts[1] == Score(reward=None, parts={}, reason=REWARD_ERROR)
+    (fault,) = check.take_faults()
+    assert "task echo: no verdict for 2 of 4 completions, such as echo:1" in fault
+
+
+def test_a_strict_check_that_fails_at_first_ends_the_run() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        RewardCheck(Judging(echo2=ZeroDivisionError())).verdicts(ASKED, ANSWERS)
+    assert "while task echo verified its first batch" in caught.value.__notes__
+
+
+def test_a_mistake_of_the_person_in_a_strict_check_ends_the_run_at_any_time() -> None:
+    task = Judging()
+    check = RewardCheck(task)
+    check.verdicts(ASKED, ANSWERS)
+    task.by_token = {"echo0": UserError("no such column")}
+    with pytest.raises(UserError, match="no such column"):
+        check.verdicts(ASKED, ANSWERS)
+
+
+def test_truncated_completions_can_earn_nothing() -> None:
+    """Whatever the task; one that was not scored stays so, and the reason is the task's."""
+    answers = [replace(answer, is_truncated=n > 0) for n, answer in enumerate(ANSWERS)]
+    paid = [1.0, 1.0, None, -2.0]
+    assert [s.reward for s in RewardCheck(Paying(paid)).scores(ASKED, answers)] == paid
+    scores = RewardCheck(Paying(paid), truncated_reward="zero").scores(ASKED, answers)
+    assert [(s.reward, s.reason) for s in scores] == [(1.0, "ok"), (0.0, "ok"), (None, "ok"), (0.0, "ok")]
+
+
+class Ahead(Judging):
+    """Judges ahead, as long as it can; it has no processes to open or close."""
+
+    fault: Exception | None = None
+    num_begun = 0
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.num_begun += len(completions)
+
+
+def test_any_task_may_judge_ahead_and_may_fail_at_it() -> None:
+    task = Ahead()
+    check = RewardCheck(task)
+    check.start_scoring(ASKED, ANSWERS)
+    assert task.num_begun == 4
+    task.fault = OSError("no process")
+    with pytest.raises(OSError, match="no process"):
+        check.start_scoring(ASKED, ANSWERS)
+    check.verdicts(ASKED, ANSWERS)
+    check.start_scoring(ASKED, ANSWERS)
+    assert "4 completions not scored ahead: OSError('no process')" in check.take_faults()[0]

@@ -150,3 +150,7 @@ def test_evaluation_command_is_that_of_the_run_and_trains_nothing(
     ]
     with pytest.raises(UserError, match="eval_problems: 1000 held-out puzzles"):
         evaluate_command(dataclasses.replace(config, eval_problems=1000))
+    with pytest.raises(UserError, match=r"held-out prompt 0: expected at most max_prompt_tokens 1, got"):
+        evaluate_command(dataclasses.replace(config, max_prompt_tokens=1))
+    with pytest.raises(UserError, match="held-out prompts are too long; raise --max-prompt-tokens"):
+        evaluate_command(dataclasses.replace(config, max_prompt_tokens=1, long_prompts="drop"))

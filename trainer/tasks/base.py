@@ -119,15 +119,20 @@ class TaskOpening:
 
 
 @runtime_checkable
-class TaskWithProcesses(Protocol):
+class JudgesAhead(Protocol):
+    """A task that judges a batch better than one answer after the other."""
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Begin to judge; `verify` and `reward` of these then only wait for the rest. Earlier answers are forgotten."""
+        ...
+
+
+@runtime_checkable
+class TaskWithProcesses(JudgesAhead, Protocol):
     """A task that judges in processes of its own: they are started once, work ahead, and are ended."""
 
     def open(self) -> TaskOpening:
         """Start what is needed; harmless when called twice. `UserError` where it cannot work on this machine."""
-        ...
-
-    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
-        """Begin to judge; `verify` and `reward` of these then only wait for the rest."""
         ...
 
     def close(self) -> None:
@@ -149,7 +154,7 @@ def opened(task: Task) -> Iterator[TaskOpening]:
 
 def start_scoring(task: Task, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
     """Have a task that can judge ahead begin with these."""
-    if isinstance(task, TaskWithProcesses):
+    if isinstance(task, JudgesAhead):
         task.start_scoring(problems, completions)
 
 

@@ -65,8 +65,6 @@ class CodeOptions:
 
     reward: Literal["strict", "visible"] = "strict"
     """strict: 1 when every test passes. visible: 1 when the tests of the prompt pass (the hacking experiment)."""
-    truncated_reward: Literal["keep", "zero"] = "keep"
-    """What a completion that ran into the token limit earns: its reward, or 0."""
     sandbox: Level = "strict"
     """Walls around a program."""
     is_unsafe_allowed: bool = False
@@ -77,9 +75,8 @@ class CodeOptions:
     """Scoring processes; 0: by the number of processors."""
 
     def __post_init__(self) -> None:
-        for name, known in (("reward", ("strict", "visible")), ("truncated_reward", ("keep", "zero"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}")
+        if self.reward not in ("strict", "visible"):
+            raise ValueError(f"reward must be 'strict' or 'visible', got {self.reward!r}")
 
 
 class Code:
@@ -159,13 +156,12 @@ class Code:
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """What the options pay for each completion; `ok` marks those that the paying judgement calls right."""
         self.start_scoring(problems, completions)
-        return [self._paid(self.verify(*pair), pair[1]) for pair in zip(problems, completions, strict=True)]
+        return [self._paid(self.verify(*pair)) for pair in zip(problems, completions, strict=True)]
 
-    def _paid(self, strict: Score, completion: Completion) -> Score:
+    def _paid(self, strict: Score) -> Score:
         is_right = strict.is_right or (self.options.reward == "visible" and strict.parts["pass_visible"] == 1.0)
-        is_dropped = completion.is_truncated and self.options.truncated_reward == "zero"
-        reward = float(is_right and not is_dropped)
-        return Score(reward=reward, parts=strict.parts, reason=OK if is_right else strict.reason, detail=strict.detail)
+        reason = OK if is_right else strict.reason
+        return Score(reward=float(is_right), parts=strict.parts, reason=reason, detail=strict.detail)
 
     def _start(self, identity: str, text: str) -> "Future[Outcome] | Score":
         code = last_code_block(text)

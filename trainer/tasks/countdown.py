@@ -78,8 +78,6 @@ class CountdownOptions:
     """Paid for a well-formed expression that is no solution, 0 to 0.1. Off: `<answer>1</answer>` earns it."""
     single_answer: bool = False
     """Whether a completion with more than one closing answer tag earns nothing; otherwise its last block counts."""
-    truncated_reward: Literal["keep", "zero"] = "keep"
-    """What a completion that ran into the token limit earns: its reward, or 0."""
 
     def __post_init__(self) -> None:
         if not self.numbers or not set(self.numbers) <= DEFAULT_HELDOUT_FRAC.keys():
@@ -98,9 +96,8 @@ class CountdownOptions:
                 f"format_reward must lie in 0..{MAX_FORMAT_REWARD} (more would pay better than solving), "
                 f"got {self.format_reward}"
             )
-        for name, known in (("reward", ("strict", "sloppy")), ("truncated_reward", ("keep", "zero"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}")
+        if self.reward not in ("strict", "sloppy"):
+            raise ValueError(f"reward must be 'strict' or 'sloppy', got {self.reward!r}")
         if self.reward == "sloppy" and (self.format_reward or self.single_answer):
             raise ValueError("format_reward and single_answer need reward 'strict': the sloppy reward reads no answer")
 
@@ -305,17 +302,13 @@ class Countdown:
         if self.options.single_answer and has_many_answers(completion.text):
             reason = MANY_ANSWERS
         paid = 1.0 if reason == OK else self.options.format_reward if reason in WELL_FORMED else 0.0
-        return _score(self._after_truncation(paid, completion), reason, completion)
+        return _score(paid, reason, completion)
 
     def _pay_sloppy(self, problem: Problem, completion: Completion) -> Score:
         """Wrong on purpose: training learns to exploit it, and the strict check beside it shows that."""
         _, target = _columns(problem)
         is_found = str(target) in completion.text
-        paid = self._after_truncation(float(is_found), completion)
-        return _score(paid, OK if is_found else NO_ANSWER, completion)
-
-    def _after_truncation(self, paid: float, completion: Completion) -> float:
-        return 0.0 if completion.is_truncated and self.options.truncated_reward == "zero" else paid
+        return _score(float(is_found), OK if is_found else NO_ANSWER, completion)
 
     def _problem(self, key: int, index: int, *, on_heldout_side: bool) -> Problem:
         """The puzzle at an index of a stream. How many numbers it has is drawn once, so a mix keeps its shares."""

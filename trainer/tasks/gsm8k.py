@@ -45,13 +45,10 @@ class NumberRewardOptions:
     """five: the sum of the lesson's five parts, at most 4.0; correct: 1.0 for the right number."""
     xmlcount_floor: float | None = None
     """Least that the part xmlcount pays, at most 0; None: no floor, as in the lesson."""
-    truncated_reward: Literal["keep", "zero"] = "keep"
-    """What a completion that ran into the token limit earns: its reward, or 0."""
 
     def __post_init__(self) -> None:
-        for name, known in (("reward", ("five", "correct")), ("truncated_reward", ("keep", "zero"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r}")
+        if self.reward not in ("five", "correct"):
+            raise ValueError(f"reward must be 'five' or 'correct', got {self.reward!r}")
         if self.xmlcount_floor is not None and not self.xmlcount_floor <= 0:
             raise ValueError(f"xmlcount_floor must be at most 0, got {self.xmlcount_floor}")
         if self.xmlcount_floor is not None and self.reward != "five":
@@ -136,8 +133,6 @@ class NumberGrader:
             paid, parts = sum(five.values()), {**five, MANY_ANSWERS: float(has_many_answers(text))}
         else:
             paid, parts = float(reason == OK), self._plain_parts(text, reason)
-        if completion.is_truncated and self.options.truncated_reward == "zero":
-            paid = 0.0
         return Score(reward=paid, parts=parts, reason=reason)
 
     @staticmethod

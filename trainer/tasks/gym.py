@@ -21,6 +21,7 @@ from sparkgrpo.trainer.tasks.base import (
     KeyedDraws,
     Problem,
     Score,
+    StepReport,
     is_heldout,
     stream_key,
 )
@@ -41,7 +42,7 @@ CHILD_FUNCTION = "gym_call:score_answer"
 
 
 class Gym:
-    """The task. See `Task` for the contract of its methods; close it at the end of a run.
+    """The task. See `Task` and `StepObserver` for the contracts of its methods; close it at the end of a run.
 
     Raises:
         UserError: reasoning-gym is missing, or has no such data set; its countdown is refused.
@@ -74,6 +75,7 @@ class Gym:
         self._is_unsafe_allowed = is_unsafe_allowed
         self._confined: ConfinedFunctions | None = None
         self._scored: dict[tuple[str, str], Score] = {}
+        self._warnings: list[str] = []
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Entries start .. start + count - 1 of this seed's endless stream, none of them held out."""
@@ -94,7 +96,7 @@ class Gym:
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 for a full score, else 0.0; unscored where the data set's own check failed."""
-        score = self._scores([problem], [completion])[0]
+        score = self._scores([problem], [completion])[problem.identity, completion.text]
         return (
             score
             if score.reward is None
@@ -103,8 +105,21 @@ class Gym:
 
     def reward(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """The data set's score, 0 to 1."""
-        self._scored.clear()  # of the batch before: within one, the strict check reads what the reward found
-        return self._scores(problems, completions)
+        self.start_scoring(problems, completions)
+        pairs = zip(problems, completions, strict=True)
+        return [self._scored[problem.identity, answer.text] for problem, answer in pairs]
+
+    def start_scoring(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> None:
+        """Score these side by side, for `verify` and `reward` to read. Earlier ones not among them are forgotten."""
+        self._scored = self._scores(problems, completions)
+
+    def begin_step(self, step: int, num_problems: int) -> None:
+        """The step has no say here; what an evaluation before it left is told with it."""
+
+    def take_report(self) -> StepReport:
+        """Why answers could not be scored."""
+        warnings, self._warnings = self._warnings, []
+        return StepReport(warnings=warnings)
 
     def close(self) -> None:
         """End the scoring processes."""
@@ -112,16 +127,18 @@ class Gym:
             self._confined.close()
             self._confined = None
 
-    def _scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+    def _scores(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> dict[tuple[str, str], Score]:
+        """By identity and text; what the batch at hand has already is not asked for again."""
         keys = [(problem.identity, answer.text) for problem, answer in zip(problems, completions, strict=True)]
+        found = {key: self._scored[key] for key in keys if key in self._scored}
         asked: dict[tuple[str, str], tuple[object, ...]] = {}
         for key, problem in zip(keys, problems, strict=True):
-            if key in self._scored or key in asked:
+            if key in found or key in asked:
                 continue
             block = find_answer(key[1])
             reason = _reason_unasked(block)
             if reason is not None:
-                self._scored[key] = _score(0.0, reason, key[1])
+                found[key] = _score(0.0, reason, key[1])
             else:
                 assert block is not None
                 asked[key] = self._arguments(problem, block.strip())
@@ -138,8 +155,13 @@ class Gym:
                 )
             answers = self._confined.call([(CHILD_FUNCTION, arguments) for arguments in asked.values()])
             for key, answer in zip(asked, answers, strict=True):
-                self._scored[key] = _of_answer(answer, key[1])
-        return [self._scored[key] for key in keys]
+                found[key] = _of_answer(answer, key[1])
+            failed = [answer for key, answer in zip(asked, answers, strict=True) if found[key].reward is None]
+            if failed:
+                self._warnings.append(
+                    f"task {self.name}: no score for {len(failed)} of {len(answers)} answers; {_cause(failed[0])}"
+                )
+        return found
 
     def _arguments(self, problem: Problem, answer: str) -> tuple[object, ...]:
         seed = problem.columns["gym_seed"]
@@ -198,6 +220,14 @@ def _of_answer(answer: Answer, text: str) -> Score:
         paid = float(answer.value)
         return _score(paid, OK if paid == 1 else "wrong_value", text)
     return Score(reward=None, parts={}, reason=REWARD_ERROR)
+
+
+def _cause(answer: Answer) -> str:
+    """What went wrong, for people; the end of a traceback may quote what the model wrote."""
+    if answer.status == "ok":
+        return f"its score_answer gave {answer.value!r:.100}, expected a number from 0 to 1"
+    lines = str(answer.value or "").strip().splitlines()
+    return f"{answer.status}: {lines[-1]!r:.200}" if lines else answer.status
 
 
 def _score(paid: float, reason: str, text: str) -> Score:

@@ -1,10 +1,12 @@
 """A task of the user's own: "file.py:MyTask" or "package.module:MyTask", a class without arguments, or an object."""
 
 import inspect
+import traceback
+from collections.abc import Callable
 from typing import Any, cast
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import Completion, Problem, Task
+from sparkgrpo.trainer.tasks.base import Completion, Problem, Score, Task
 from sparkgrpo.trainer.tasks.reward_call import UnknownReference, load_reference
 
 METHODS = {
@@ -62,17 +64,43 @@ def checked_task(task: Any, origin: str) -> Task:  # noqa: ANN401
 
 
 def _check_behaviour(task: Any, origin: str) -> None:  # noqa: ANN401
-    """The first problem is a `Problem` with the columns that were said, the same when asked for again, and judged."""
-    first, again = task.problems(0, 0, 1), task.problems(0, 0, 1)
-    if not isinstance(first, list) or len(first) != 1 or not isinstance(first[0], Problem):
-        raise UserError(f"task: {origin}: expected problems(0, 0, 1) to be a list of one Problem, got {first!r:.80}")
+    """The first problem is a `Problem` with the columns that were said, the same when asked for again, and judged.
+
+    `reward` is not tried: reward functions may stand in for it, and it may then be a stub.
+    """
+    asked, wanted = "problems(0, 0, 1)", "a list of one Problem"
+    first, again = (_given(lambda: task.problems(0, 0, 1), origin, asked, wanted) for _ in range(2))
+    for given in (first, again):
+        if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], Problem):
+            raise UserError(f"task: {origin}: expected {asked} to be {wanted}, got {given!r:.80}")
     problem = first[0]
-    if problem != again[0]:
-        raise UserError(f"task: {origin}: problems(0, 0, 1) gave another problem the second time; it must be pure")
+    if not _given(lambda: bool(problem == again[0]), origin, f"{asked} == {asked}", "True, columns compared by =="):
+        raise UserError(f"task: {origin}: {asked} gave another problem the second time; it must be pure")
     if set(problem.columns) != set(task.columns):
         raise UserError(
             f"task: {origin}: its columns are {sorted(task.columns)}, its problems have {sorted(problem.columns)}"
         )
-    reason = task.verify(problem, Completion(text="", token_ids=(), is_truncated=False)).reason
-    if reason not in task.reasons:
-        raise UserError(f"task: {origin}: verify gave the reason {reason!r}, which is not among {task.reasons}")
+    empty = Completion(text="", token_ids=(), is_truncated=False)
+    asked, wanted = "verify(problem, completion)", "a Score"
+    score = _given(lambda: task.verify(problem, empty), origin, f"{asked} of an empty completion", wanted)
+    if not isinstance(score, Score):
+        raise UserError(
+            f"task: {origin}: expected {asked} to give {wanted} such as Score(reward=1.0, parts={{}}, reason='ok'), "
+            f"got {type(score).__name__} {score!r:.80}"
+        )
+    if score.reason not in task.reasons:
+        raise UserError(f"task: {origin}: verify gave the reason {score.reason!r}, which is not among {task.reasons}")
+
+
+def _given(call: Callable[[], Any], origin: str, asked: str, wanted: str) -> Any:  # noqa: ANN401
+    """What the task's own code gives; what it raises becomes a `UserError` that says where."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"task: {origin}: expected {asked} to give {wanted}, but it raised {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno})"
+        ) from error

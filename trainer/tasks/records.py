@@ -129,6 +129,20 @@ def split_by_identity(
     return ProblemSplit(train=kept, heldout=list(by_identity.values()), num_dropped=num_dropped, notes=tuple(notes))
 
 
+def check_json(columns: Mapping[str, object], place: str) -> None:
+    """`UserError` by place and column for a value that cannot go to a process, such as a date or an array."""
+    for name, value in columns.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{place}: the column {name!r} holds a {type(value).__name__}, and a reward function given by "
+                f"reference runs in a process, which gets columns as JSON ({error}); expected text, numbers, "
+                "true, false, None, or lists and dictionaries of these: convert it, or give the function as a Python "
+                "object"
+            ) from None
+
+
 def normalised(text: str) -> str:
     """A text as it counts when rows are compared: NFKC, lower case, white space collapsed."""
     return " ".join(unicodedata.normalize("NFKC", text).lower().split())

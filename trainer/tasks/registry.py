@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkgrpo.trainer.config import Config, UserError
-from sparkgrpo.trainer.task_config import PYTHON, reward_references
+from sparkgrpo.trainer.task_config import CHECKERS, PYTHON, reward_references
 from sparkgrpo.trainer.tasks.base import Task, TaskOpening, opened
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
 from sparkgrpo.trainer.tasks.code import Code, CodeOptions
@@ -97,7 +97,6 @@ def task_options(config: Config) -> TaskOptions:
     grading = NumberRewardOptions(
         reward="correct" if word == "correct" else "five",
         xmlcount_floor=config.xmlcount_floor,
-        truncated_reward=config.truncated_reward,
     )
     return TaskOptions(
         countdown=CountdownOptions(
@@ -108,11 +107,9 @@ def task_options(config: Config) -> TaskOptions:
             reward="sloppy" if word == "sloppy" else "strict",
             format_reward=config.format_reward,
             single_answer=config.single_answer,
-            truncated_reward=config.truncated_reward,
         ),
         code=CodeOptions(
             reward="visible" if word == "visible" else "strict",
-            truncated_reward=config.truncated_reward,
             sandbox=config.sandbox,
             is_unsafe_allowed=config.unsafe_sandbox,
         ),
@@ -127,6 +124,8 @@ def task_options(config: Config) -> TaskOptions:
             answer_column=config.answer_column,
             checker=config.checker,
             heldout_frac=config.heldout_frac,
+            is_for_process=config.checker not in CHECKERS
+            or any(not reference.startswith(PYTHON) for reference in reward_references(word)),
         ),
         math=MathOptions(sandbox=config.sandbox, is_unsafe_allowed=config.unsafe_sandbox),
         data=config.data,
@@ -140,6 +139,11 @@ def task_options(config: Config) -> TaskOptions:
 def make_task(name: str, options: TaskOptions) -> Task:
     """The task of this name with its part of the options. `UserError` for an unknown name, naming the nearest one."""
     check_name(name)
+    if name.startswith(PYTHON):
+        raise UserError(
+            f"task: {name.removeprefix(PYTHON)} was a Python object, which no name leads to: go on from Python, "
+            "by train(resume=..., task=...)"
+        )
     if name.startswith(GYM):
         return Gym(
             name.removeprefix(GYM),
@@ -182,23 +186,24 @@ def check_settings(config: Config, user_set: Mapping[str, object]) -> None:
     """
     check_name(config.task)
     kind = GYM if config.task.startswith(GYM) else config.task
+    shown = config.task.removeprefix(PYTHON)
     for name, tasks in _TAKEN_BY.items():
         if name in user_set and kind not in tasks:
             raise UserError(
                 f"{name}: belongs to the task {' or '.join(task.rstrip(':') for task in tasks)}, "
-                f"got the task {config.task}: leave {name} out"
+                f"got the task {shown}: leave {name} out"
             )
     functions = reward_references(config.reward)
     words = _REWARDS.get(kind, ("strict",))
     if not functions and config.reward not in ("auto", *words):
         raise UserError(
-            f"reward: the task {config.task} pays {' or '.join(words)}, or functions such as file.py:name; "
+            f"reward: the task {shown} pays {' or '.join(words)}, or functions such as file.py:name; "
             f"got {config.reward!r}"
         )
     own = [name for name in _OF_OWN_REWARD if name in user_set and functions]
     if own:
         raise UserError(f"{own[0]}: is part of the task's own reward, which {config.reward} replaces: leave one out")
-    if config.reward_weights and not functions and config.task != Rows.name:
+    if config.reward_weights and not functions:
         raise UserError("reward_weights: weighs reward functions, and none is given: expected --reward file.py:name")
 
 
@@ -252,9 +257,7 @@ def run_task(
             is_unsafe_allowed=config.unsafe_sandbox,
         )
         with closing(reward_functions):
-            rewarded = RewardedTask(
-                task, reward_functions, num_steps=config.steps, truncated_reward=config.truncated_reward
-            )
+            rewarded = RewardedTask(task, reward_functions, num_steps=config.steps)
             yield replace(opening, task=rewarded, notes=(*rewarded.notes, *opening.notes))
 
 

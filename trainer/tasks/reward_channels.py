@@ -4,11 +4,14 @@ A channel serves the functions that are called together: one that is not async, 
 those of `reward_call.py`; a reply may have the key `lost` in place of the others: the process had to be replaced.
 """
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.tasks.records import check_json
 from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, UnknownReference, describe
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, WorkerStartError
 
@@ -73,7 +76,12 @@ class ProcessChannel:
     def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
         """Hand the job to the process."""
         # Functions in an event loop mind their own deadline; the kill is for one that blocks the loop.
-        inner: Future[Outcome] = self._pool.submit({**job, "deadline_s": deadline_s}, deadline_s + job["grace_s"])
+        try:
+            inner: Future[Outcome] = self._pool.submit({**job, "deadline_s": deadline_s}, deadline_s + job["grace_s"])
+        except (TypeError, ValueError, RecursionError):  # rows were looked at before; a user's task was not
+            for problem in job["problems"]:
+                check_json(problem["columns"], f"reward: {self._texts}: problem {str(problem['prompt'])[:60]!r}")
+            raise
         future: Future[list[Reply]] = Future()
         inner.add_done_callback(lambda done: _pass_on(done, future, len(job["only"])))
         return future
@@ -110,14 +118,19 @@ def _pass_on(done: "Future[Outcome]", future: "Future[list[Reply]]", count: int)
 
 
 class ThreadChannel:
-    """Python objects, in one thread of the trainer. It cannot be killed, so a deadline can only report."""
+    """Python objects, in one thread of the trainer. It cannot be killed, so a deadline can only report.
+
+    The thread is a daemon, which those of `concurrent.futures` are not: the interpreter ends though a function hangs.
+    """
 
     def __init__(self, functions: Sequence[RewardFunction], timeout_s: float, warn: Callable[[str], None]) -> None:
         self.names = [function.name for function in functions]
         self.timeout_s = timeout_s
         self._functions, self._warn = functions, warn
         self._caller = Caller(functions)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self._is_told = False
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[list[Reply]]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="reward", daemon=True).start()
 
     def describe(self) -> list[dict[str, Any]]:
         """Inspect the functions."""
@@ -125,7 +138,9 @@ class ThreadChannel:
 
     def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
         """Hand the job to the thread."""
-        return self._thread.submit(self._caller, {**job, "deadline_s": deadline_s})
+        future: Future[list[Reply]] = Future()
+        self._jobs.put(({**job, "deadline_s": deadline_s}, future))
+        return future
 
     def wait(self, future: "Future[list[Reply]]") -> list[Reply]:
         """Wait for as long as it takes; say once that the deadline passed."""
@@ -134,10 +149,12 @@ class ThreadChannel:
         except TimeoutError:
             if future.done():  # just now
                 return future.result()
-        self._warn(
-            f"reward {', '.join(self.names)}: no answer within {self.timeout_s:g} s; a Python object cannot be "
-            "stopped, the run waits for it (give it as file.py:name, and it runs in a process that can)"
-        )
+        if not self._is_told:
+            self._is_told = True
+            self._warn(
+                f"reward {', '.join(self.names)}: no answer within {self.timeout_s:g} s; a Python object cannot be "
+                "stopped, the run waits for it (give it as file.py:name, and it runs in a process that can)"
+            )
         return future.result()
 
     @property
@@ -146,8 +163,17 @@ class ThreadChannel:
         return 0
 
     def close(self) -> None:
-        """Let the thread end by itself."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the thread end by itself, after the call that it is in."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        """Call the functions for one job after the other."""
+        while (order := self._jobs.get()) is not None:
+            job, future = order
+            try:
+                future.set_result(self._caller(job))
+            except BaseException as error:  # whoever waits for the answer gets it
+                future.set_exception(error)
 
 
 def last_line(traceback_text: str) -> str:

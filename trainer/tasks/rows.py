@@ -27,7 +27,7 @@ from sparkgrpo.trainer.tasks.base import (
     stream_key,
 )
 from sparkgrpo.trainer.tasks.number_text import NUMBER_REASONS, answer_field, judge_number, read_answer, read_number
-from sparkgrpo.trainer.tasks.records import Record, Splits, split_by_identity, text_digest
+from sparkgrpo.trainer.tasks.records import Record, Splits, check_json, split_by_identity, text_digest
 
 DEFAULT_HELDOUT_FRAC = 0.05
 ROLES = ("system", "user", "assistant", "tool")
@@ -45,6 +45,8 @@ class RowsOptions:
     """number or exact; others are given to `Rows` as a function."""
     heldout_frac: float | None = None
     """Share of the rows kept out of training where the data have no test split; None: 0.05, at least one row."""
+    is_for_process: bool = False
+    """A function in a process of its own gets the columns, so they must hold what JSON can."""
 
 
 Check = Callable[[str, object], str]
@@ -125,6 +127,8 @@ class Rows:
         if isinstance(prompt, str) != self.has_text_prompts:
             raise UserError(f"{record.place}: expected a prompt like the first row's: all text, or all chat messages")
         messages = _messages(prompt, record.place)
+        if options.is_for_process:
+            check_json(columns, record.place)
         if options.answer_column:
             self._check_answer(columns, record)
         text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.metrics import REWARD_ERROR
+from sparkgrpo.trainer.metrics import REWARD_ERROR, SCORED
 from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE, Completion, Problem, Score
 from sparkgrpo.trainer.tasks.reward_call import GIVEN, Reply, RewardFunction, describe, packed_ids
 from sparkgrpo.trainer.tasks.reward_channels import Channel, ProcessChannel, ThreadChannel, last_line
@@ -297,7 +297,9 @@ class RewardFunctions:
                     scores.append(Score(reward=None, parts=known, reason=REWARD_ERROR))
                     continue
                 parts = known | batch.parts.get(row, {})
-                scores.append(Score(reward=total, parts=parts, reason=verdict.reason))
+                # A check that could not judge says nothing about a reward that is there.
+                reason = SCORED if verdict.reward is None else verdict.reason
+                scores.append(Score(reward=total, parts=parts, reason=reason))
         warnings = []
         for name in self.names:
             failures = [value for value in batch.values[name] if isinstance(value, Failure)]

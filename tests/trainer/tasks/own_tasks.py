@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from sparkgrpo.trainer.tasks.base import Completion, Problem, Score
 
 
@@ -78,3 +80,41 @@ class UnknownReason(Repeat):
 class Raises(Repeat):
     def __init__(self) -> None:
         raise OSError("no licence")
+
+
+class ProblemsRaise(Repeat):
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        raise KeyError("question")
+
+
+class NoProblems(Repeat):
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        return []
+
+
+class GivesOnce(Repeat):
+    def __init__(self) -> None:
+        self._left = [Repeat.problems(self, 0, 0, 1)]
+
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        return self._left.pop() if self._left else []
+
+
+class NotToBeCompared(Repeat):
+    def problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        return [Problem(prompt=(1,), columns={"number": np.arange(2)}, identity="repeat:0")]
+
+
+class VerifyGivesBool(Repeat):
+    def verify(self, problem: Problem, completion: Completion) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return False
+
+
+class VerifyGivesNothing(Repeat):
+    def verify(self, problem: Problem, completion: Completion) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None
+
+
+class VerifyRaises(Repeat):
+    def verify(self, problem: Problem, completion: Completion) -> Score:
+        return self.rate[completion.text]  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -112,16 +111,6 @@ def test_visible_pays_for_the_visible_tests_and_accuracy_does_not(problem: Probl
         assert task.verify(problem, VISIBLE_ONLY).reward == 0.0
         (unpaid,) = task.reward([problem], [answer("sum_of_evens = sum")])
         assert (unpaid.reward, unpaid.reason) == (0.0, "wrong_value")
-
-
-def test_truncated_answers(problem: Problem) -> None:
-    keep, zero = (Code(CodeOptions(truncated_reward=how, num_workers=1)) for how in ("keep", "zero"))
-    for task, reward in ((keep, 1.0), (zero, 0.0)):
-        with opened(task):
-            completion = replace(right(task, problem), is_truncated=True)
-            (score,) = task.reward([problem], [completion])
-            assert (score.reward, score.reason) == (reward, "ok")
-            assert task.verify(problem, completion).reward == 1.0
 
 
 def test_programs(task: Code) -> None:

@@ -203,18 +203,6 @@ def test_single_answer_pays_nothing_for_several() -> None:
     assert paid("<answer>(3+7)*4</answer>", CountdownOptions(single_answer=True)) == (1.0, "ok")
 
 
-def test_truncation_is_ignored_unless_it_pays_zero() -> None:
-    right = "<answer>(3+7)*4</answer> and then it went on"
-    assert paid(right, is_truncated=True) == (1.0, "ok")
-    assert paid(right, CountdownOptions(truncated_reward="zero"), is_truncated=True) == (0.0, "ok")
-    assert paid(right, CountdownOptions(truncated_reward="zero")) == (1.0, "ok")
-    assert (
-        paid("<answer>1</answer>", CountdownOptions(truncated_reward="zero", format_reward=0.1), is_truncated=True)[0]
-        == 0.0
-    )
-    assert paid("40", CountdownOptions(truncated_reward="zero", reward="sloppy"), is_truncated=True) == (0.0, "ok")
-
-
 def test_sloppy_reward_pays_for_the_digits_of_the_target() -> None:
     assert paid("I think 40 it is", CountdownOptions(reward="sloppy")) == (1.0, "ok")
     assert paid("1405", CountdownOptions(reward="sloppy")) == (1.0, "ok")
@@ -230,7 +218,6 @@ def test_sloppy_reward_pays_for_the_digits_of_the_target() -> None:
         ({"heldout_frac": float("nan")}, r"heldout_frac must lie in 0\.\.0\.9"),
         ({"format_reward": 0.5}, r"format_reward must lie in 0\.\.0\.1"),
         ({"reward": "lenient"}, "reward must be 'strict' or 'sloppy', got 'lenient'"),
-        ({"truncated_reward": "drop"}, "truncated_reward must be 'keep' or 'zero'"),
         ({"reward": "sloppy", "format_reward": 0.1}, "need reward 'strict'"),
         ({"reward": "sloppy", "single_answer": True}, "need reward 'strict'"),
     ],

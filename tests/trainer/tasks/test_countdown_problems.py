@@ -137,7 +137,7 @@ def test_parts_of_the_stream_make_the_whole(numbers: tuple[int, ...]) -> None:
 
 
 def test_reward_options_do_not_change_the_puzzles() -> None:
-    plain, other = CountdownOptions(), CountdownOptions(reward="sloppy", truncated_reward="zero")
+    plain, other = CountdownOptions(), CountdownOptions(reward="sloppy")
     assert Countdown(plain).problems(1, 0, 20) == Countdown(other).problems(1, 0, 20)
 
 

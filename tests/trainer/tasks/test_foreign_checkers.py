@@ -1,15 +1,16 @@
 """Checkers of others: verl's contract and reasoning-gym, behind walls, a fresh fork for each completion."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import Completion, Score
-from sparkgrpo.trainer.tasks.confined_call import ConfinedFunctions
+from sparkgrpo.trainer.tasks.base import Completion, Score, StepObserver, start_scoring
+from sparkgrpo.trainer.tasks.confined_call import Answer, ConfinedFunctions
 from sparkgrpo.trainer.tasks.countdown import make_problem
 from sparkgrpo.trainer.tasks.gym import Gym
 from sparkgrpo.trainer.tasks.user import RewardFunctions, TrainerState
@@ -141,6 +142,69 @@ class TestGym:
     def test_unknown_and_refused_data_sets(self, gym: Callable[[str], Gym]) -> None:
         with pytest.raises(UserError, match="did you mean gym:chain_sum"):
             gym("chain_sums")
+
+
+class FakeConfined:
+    """Answers as told, by the text of the answer block."""
+
+    def __init__(self, told: dict[str, Answer]) -> None:
+        self.told, self.num_calls, self.num_restarts = told, 0, 0
+
+    def call(self, calls: Sequence[tuple[str, tuple[object, ...]]]) -> list[Answer]:
+        self.num_calls += 1
+        return [self.told.get(str(arguments[3]), Answer("ok", 1.0)) for _, arguments in calls]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_gym(monkeypatch: pytest.MonkeyPatch) -> Gym:
+    """The task around a library that is not there, with one data set of sums."""
+    package, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
+
+    def create_dataset(name: str, size: int, seed: int) -> list[dict[str, Any]]:
+        return [{"question": f"{seed} + 1", "answer": seed + 1}]
+
+    package.create_dataset, factory.DATASETS = create_dataset, {"sums": None}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    return Gym("sums")
+
+
+def test_a_batch_of_the_gym_is_scored_together_and_only_the_newest_is_kept(
+    fake_gym: Gym, completion: Callable[..., Completion]
+) -> None:
+    confined = FakeConfined({"2": Answer("ok", 0.5)})
+    fake_gym._confined = confined  # type: ignore[assignment]
+    problem = fake_gym.problems(0, 0, 1)[0]
+    for batch in range(3):
+        answers = [completion(f"{batch} <answer>{n}</answer>") for n in range(4)]
+        start_scoring(fake_gym, [problem] * 4, answers)
+        assert [fake_gym.verify(problem, answer).reward for answer in answers] == [1.0, 1.0, 0.0, 1.0]
+        assert [score.reward for score in fake_gym.reward([problem] * 4, answers)] == [1.0, 1.0, 0.5, 1.0]
+        assert confined.num_calls == batch + 1 and len(fake_gym._scored) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (Answer("timeout", None), "no score for 2 of 3 answers; timeout"),
+        (Answer("exception", "Traceback\n  line\nKeyError: 'x'"), """exception: "KeyError: 'x'\""""),
+        (Answer("ok", 3.0), "its score_answer gave 3.0, expected a number from 0 to 1"),
+    ],
+)
+def test_why_the_gym_could_not_score_is_told_once(
+    fake_gym: Gym, completion: Callable[..., Completion], answer: Answer, cause: str
+) -> None:
+    fake_gym._confined = FakeConfined({"1": answer, "2": answer})  # type: ignore[assignment]
+    problem = fake_gym.problems(0, 0, 1)[0]
+    answers = [completion(f"<answer>{n}</answer>") for n in range(3)]
+    fake_gym.reward([problem] * 3, answers)
+    assert isinstance(fake_gym, StepObserver)
+    (warning,) = fake_gym.take_report().warnings
+    assert warning.startswith("task gym:sums: ") and cause in warning
+    assert not fake_gym.take_report().warnings
 
 
 def test_the_gym_s_countdown_is_refused() -> None:

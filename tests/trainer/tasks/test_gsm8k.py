@@ -109,17 +109,12 @@ def test_options_of_the_reward(completion: Make) -> None:
     floored = NumberGrader(NumberRewardOptions(xmlcount_floor=-0.5))
     assert floored.reward(completion(long_tail), Fraction(8)).parts["xmlcount"] == -0.5
     assert floored.reward(completion(CLEAN), Fraction(8)).reward == pytest.approx(4.0)
-    cut = NumberGrader(NumberRewardOptions(truncated_reward="zero"))
-    assert cut.reward(completion(CLEAN, is_truncated=True), Fraction(8)).reward == 0.0
-    assert cut.reward(completion(CLEAN), Fraction(8)).reward == pytest.approx(4.0)
-    assert GRADER.reward(completion(CLEAN, is_truncated=True), Fraction(8)).reward == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"reward": "four"}, "reward must be 'five' or 'correct'"),
-        ({"truncated_reward": "drop"}, "truncated_reward must be"),
         ({"xmlcount_floor": 0.1}, "xmlcount_floor must be at most 0"),
         ({"xmlcount_floor": float("nan")}, "xmlcount_floor must be at most 0"),
         ({"reward": "correct", "xmlcount_floor": 0.0}, "xmlcount_floor needs reward 'five'"),

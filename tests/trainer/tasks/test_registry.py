@@ -60,14 +60,14 @@ def test_unknown_name_without_a_neighbour_lists_the_tasks() -> None:
 
 def test_settings_reach_their_task() -> None:
     config = Config(
-        numbers="2,3", max_number=12, max_target=99, heldout_frac=0.3, reward="sloppy", truncated_reward="zero",
+        numbers="2,3", max_number=12, max_target=99, heldout_frac=0.3, reward="sloppy",
         data="x", prompt_column="p", answer_column="a", checker="exact", flexible=True,
     )  # fmt: skip
     options = task_options(config)
     assert options.countdown == CountdownOptions(
-        numbers=(2, 3), max_number=12, max_target=99, heldout_frac=0.3, reward="sloppy", truncated_reward="zero"
+        numbers=(2, 3), max_number=12, max_target=99, heldout_frac=0.3, reward="sloppy"
     )
-    assert options.gsm8k.data == "x" and options.gsm8k.is_flexible and options.gsm8k.grading.truncated_reward == "zero"
+    assert options.gsm8k.data == "x" and options.gsm8k.is_flexible
     assert (options.rows.prompt_column, options.rows.answer_column, options.rows.checker) == ("p", "a", "exact")
     assert task_options(Config(task="gsm8k", reward="correct")).gsm8k.grading.reward == "correct"
     assert task_options(Config()).word_problems.grading.reward == "five"
@@ -86,6 +86,7 @@ def test_settings_reach_their_task() -> None:
         ({"reward": "a:f", "format_reward": 0.1}, "format_reward: is part of the task's own reward, which a:f"),
         ({"reward": "a:f", "single_answer": True}, "single_answer: is part of the task's own reward"),
         ({"reward_weights": "1"}, "reward_weights: weighs reward functions, and none is given"),
+        ({"task": "rows", "reward_weights": "1"}, "reward_weights: weighs reward functions, and none is given"),
         ({"task": "cuontdown"}, "did you mean 'countdown'"),
     ],
 )  # fmt: skip
@@ -106,7 +107,9 @@ def test_defaults_and_recipes_contradict_nothing() -> None:
         ({"reward": "strickt"}, "reward: expected one of auto, strict, .* got 'strickt'; did you mean 'strict'"),
         ({"reward": "a:f,b"}, "got 'b'"),
         ({"reward": ":f"}, "got ':f'"),
-        ({"reward_weights": "1;2"}, 'reward_weights: expected numbers such as "1,0.5", got'),
+        ({"reward_weights": "1;2"}, 'reward_weights: expected finite numbers such as "1,0.5", got'),
+        ({"reward_weights": "1,nan"}, "reward_weights: expected finite numbers"),
+        ({"reward_weights": "1e999"}, "reward_weights: expected finite numbers"),
         ({"reward_timeout_s": 0.0}, "reward_timeout_s: expected above 0"),
         ({"checker": "similar"}, "checker: expected one of number, exact, math, or a function"),
         ({"format_reward": 0.2}, "format_reward: expected at least 0 and at most 0.1"),
@@ -149,6 +152,19 @@ def test_a_task_of_one_s_own(name: str) -> None:
         ("OtherColumns", r"its columns are \['target'\], its problems have \['number'\]"),
         ("UnknownReason", "verify gave the reason 'wrong_value', which is not among"),
         ("Raises", "could not be made: OSError: no licence"),
+        (
+            "ProblemsRaise",
+            r"own_tasks.py:ProblemsRaise: expected problems\(0, 0, 1\) .* KeyError: 'question' \(.*py:\d+",
+        ),
+        ("NoProblems", r"NoProblems: expected problems\(0, 0, 1\) to be a list of one Problem, got \[\]"),
+        ("GivesOnce", r"GivesOnce: expected problems\(0, 0, 1\) to be a list of one Problem, got \[\]"),
+        ("NotToBeCompared", r"NotToBeCompared: expected problems.* columns compared by ==, but it raised ValueError"),
+        (
+            "VerifyGivesBool",
+            r"VerifyGivesBool: expected verify\(problem, completion\) to give a Score .* got bool False",
+        ),
+        ("VerifyGivesNothing", r"expected verify\(problem, completion\) to give a Score .* got NoneType None"),
+        ("VerifyRaises", r"expected verify\(problem, completion\) of an empty completion .* raised AttributeError"),
     ],
 )
 def test_what_is_no_task_is_told(name: str, message: str) -> None:
@@ -201,17 +217,6 @@ def test_functions_take_the_place_of_the_reward(tmp_path: Path) -> None:
         problem = task.problems(0, 0, 1)[0]
         assert task.verify(problem, answer) == UNVERIFIED
         assert task.reward([problem], [answer])[0].reason == "scored"
-
-
-def test_truncated_completions_can_earn_nothing() -> None:
-    with run_of(reward=f"{REWARDS}:none_for_short", truncated_reward="zero") as opening:
-        task = opening.task
-        problem = task.problems(0, 0, 1)[0]
-        answers = [
-            Completion(text=text, token_ids=(1,), is_truncated=is_truncated)
-            for text, is_truncated in (("long text", False), ("long text", True), ("s", True))
-        ]
-        assert [score.reward for score in task.reward([problem] * 3, answers)] == [1.0, 0.0, None]
 
 
 def test_what_functions_log_is_reported_over_the_batches_of_a_step() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import UNVERIFIED, Completion, opened
+from sparkgrpo.trainer.tasks.base import UNVERIFIED, Completion, opened, start_scoring
 from sparkgrpo.trainer.tasks.checked_rows import CheckedRows
 from sparkgrpo.trainer.tasks.math_answers import MathOptions
 from sparkgrpo.trainer.tasks.math_rows import MathRows
 from sparkgrpo.trainer.tasks.records import in_memory, load_splits, normalised, text_digest
+from sparkgrpo.trainer.tasks.rewarded import RewardedTask
 from sparkgrpo.trainer.tasks.rows import Rows, RowsOptions
+from sparkgrpo.trainer.tasks.user import RewardFunctions
 
 Make = Callable[..., Completion]
 
@@ -127,6 +129,37 @@ def test_a_function_checks(checked: CheckedRows, completion: Make) -> None:
     assert checked.verify(problem, right) == scores[0]
     later = checked.reward([problem] * 2, [right, completion("boom")])
     assert [score.reason for score in later] == ["ok", "reward_error"]
+
+
+def test_a_batch_is_one_call_and_only_the_newest_is_kept(checked: CheckedRows, completion: Make) -> None:
+    """In an evaluation and behind a reward function too, where the task's own reward is never asked for."""
+    problem = checked.problems(0, 0, 1)[0]
+    rewarded = RewardedTask(checked, RewardFunctions(
+        [lambda completions, **_: [0.5] * len(completions)],
+        columns=checked.columns, is_plain=True, timeout_s=5, warn=print,
+    ), num_steps=9)  # fmt: skip
+    for batch in range(3):
+        answers = [completion(f"{batch} {n}") for n in range(4)]
+        start_scoring(rewarded, [problem] * 4, answers)
+        assert [rewarded.verify(problem, answer).reason for answer in answers] == ["wrong_value"] * 4
+        assert [score.reward for score in rewarded.reward([problem] * 4, answers)] == [0.5] * 4
+        assert checked._num_batches == batch + 1 and len(checked._judged) == 4
+    assert checked.verify(problem, completion("another")).reason == "wrong_value" and len(checked._judged) == 4
+
+
+def test_why_an_answer_could_not_be_judged_is_told_behind_a_reward_too(checked: CheckedRows, completion: Make) -> None:
+    problem = checked.problems(0, 0, 1)[0]
+    rewarded = RewardedTask(checked, RewardFunctions(
+        [lambda completions, **_: [0.5] * len(completions)],
+        columns=checked.columns, is_plain=True, timeout_s=5, warn=print,
+    ), num_steps=9)  # fmt: skip
+    rewarded.reward([problem], [completion("fine")])
+    rewarded.begin_step(2, 1)
+    scores = rewarded.reward([problem] * 2, [completion("boom"), completion("no")])
+    assert [(score.reward, score.reason) for score in scores] == [(0.5, "scored"), (0.5, "wrong_value")]
+    (warning,) = rewarded.take_report().warnings
+    assert "no value for 1 of 2 completions" in warning and "boom" in warning
+    assert not rewarded.take_report().warnings
 
 
 def test_a_function_that_raises_at_once_stops(checked: CheckedRows, completion: Make) -> None:

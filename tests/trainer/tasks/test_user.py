@@ -324,6 +324,29 @@ def test_a_late_python_object_is_waited_for_and_reported(functions: Open) -> Non
     assert len(told) == 1 and "no answer within 0.1 s; a Python object cannot be stopped" in told[0]
 
 
+def test_a_column_of_a_problem_that_no_process_can_get_is_named(functions: Open) -> None:
+    problem = Problem(prompt=(1, 2), columns={"nums": [1], "target": {3}}, identity="mine:1")
+    answers = completions(1)
+    with pytest.raises(
+        UserError, match=r"reward_functions.py:fast: problem '\[1, 2\]': the column 'target' holds a set"
+    ):
+        functions("fast").score([problem], answers, [OK], LATER)
+
+
+def test_that_a_python_object_is_late_is_said_once(functions: Open) -> None:
+    """A batch that fails late runs again row by row, and each row is late too."""
+
+    def late_and_wrong(completions: list[str]) -> list[float]:
+        time.sleep(0.05)
+        raise OSError("no line")
+
+    told: list[str] = []
+    found = functions(late_and_wrong, timeout_s=0.01, warn=told.append)
+    assert rewards(scored(found, count=4)) == [None] * 4
+    scored(found, count=4)
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "\U0001f600" * 9, "</answer>", "\u2028\r\n"])
 def test_any_text_arrives_as_it_is(functions: Open, text: str) -> None:
     asked = [Completion(text=text, token_ids=(2**31 - 1, 0), is_truncated=False)]
@@ -354,3 +377,11 @@ def test_sums_are_finite(functions: Open) -> None:
     found = functions(lambda completions: [1e308] * len(completions), weights=(10.0,))
     result = scored(found, count=2)
     assert all(reward is None or math.isfinite(reward) for reward in rewards(result))
+
+
+def test_a_strict_check_that_could_not_judge_does_not_call_a_reward_an_error(functions: Open) -> None:
+    failed = Score(reward=None, parts={}, reason="reward_error")
+    found = functions("fast").score(problems(3), completions(3), [OK, failed, UNVERIFIED], LATER)
+    assert [(score.reward, score.reason) for score in found.scores] == [
+        (1.0, "wrong_value"), (1.0, "scored"), (1.0, "scored"),
+    ]  # fmt: skip
