@@ -57,6 +57,27 @@ def test_phases_that_do_not_occur_are_zero(fake: FakeTime) -> None:
     assert seconds == {"t_a": 0.0, "t_b": 0.0, "t_other": 0.0, "t_unaccounted": 0.0, "t_step": 0.0}
 
 
+def test_the_time_of_an_observer_is_accounted_for(fake: FakeTime) -> None:
+    class Slow:
+        def step_started(self) -> None:
+            fake.sleep(100)
+
+        def entered(self, phase: str, span: str | None) -> None:
+            fake.sleep(1)
+
+        def step_ended(self) -> None:
+            fake.sleep(100)
+
+    clock = PhaseClock(CPU, NAMES)
+    clock.observers = [Slow()]
+    clock.start_step()
+    with clock.phase("t_a"):
+        fake.sleep(4)
+    seconds = clock.end_step()
+    # What is told as a phase begins is the time of the phase before.
+    assert seconds == {"t_a": 5.0, "t_b": 0.0, "t_other": 2.0, "t_unaccounted": 0.0, "t_step": 7.0}
+
+
 def test_steps_do_not_leak_into_each_other(fake: FakeTime) -> None:
     """Neither what ran before a step, nor a phase that an exception left."""
     clock = PhaseClock(CPU, NAMES)
