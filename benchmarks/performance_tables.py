@@ -138,12 +138,8 @@ def _learning(result: Result) -> list[Row]:
 
 
 def _update(result: Result) -> list[Row]:
-    """TRL's sides over ours; and our skipping of dead groups over our own full update.
-
-    By processor time: a side has a process of its own, and sides do not take turns, so other work on the machine would
-    fall on one of them.
-    """
-    sides = result["sides"]
+    """TRL over ours, and dead groups skipped over our full update; processor time, since sides take no turns."""
+    sides, model = result["sides"], result["conditions"]["model"]
 
     def cpu(name: str) -> float:
         return median(sides[name]["cpu_s"])
@@ -151,7 +147,7 @@ def _update(result: Result) -> list[Row]:
     half = "ours, half of the groups dead and beta 0"
     rows = [
         Row(
-            what=f"reference and update alone, {result['conditions']['model']}, 4 x 8 x 64 given tokens, processor time, {name}",
+            what=f"reference and update alone, {model}, 4 x 8 x 64 given tokens, processor time, {name}",
             ours=f"{seconds(cpu('ours'))}, {mebibytes(sides['ours']['peak_bytes'])}",
             peer=f"{seconds(cpu(name))}, {mebibytes(sides[name]['peak_bytes'])}",
             ratio=times(cpu(name) / cpu("ours")),

@@ -51,9 +51,9 @@ def test_a_device_without_results_says_so(tmp_path: Path) -> None:
     assert all("yet" in text for text in parts_of(tmp_path, "moon").values())
 
 
-def test_update_rows_are_ratios_of_wall_time(tmp_path: Path) -> None:
-    def side(wall_s: float) -> dict[str, object]:
-        return {"wall_s": [wall_s, wall_s], "cpu_s": [9.0, 9.0], "peak_bytes": 2**30}
+def test_update_rows_are_ratios_of_processor_time(tmp_path: Path) -> None:
+    def side(cpu_s: float) -> dict[str, object]:
+        return {"wall_s": [9.0, 9.0], "cpu_s": [cpu_s, cpu_s], "peak_bytes": 2**30}
 
     sides = {"ours": side(2.0), "ours, half of the groups dead and beta 0": side(0.5), "TRL": side(7.0)}
     keep(tmp_path, "update_against_trl", {"conditions": {"model": "m"}, "sides": sides})
