@@ -23,8 +23,6 @@ from sparkgrpo.trainer.tasks.base import (
     Message,
     Problem,
     Score,
-    place_in_order,
-    stream_key,
 )
 from sparkgrpo.trainer.tasks.number_text import NUMBER_REASONS, judge_number, last_number, read_answer, read_number
 from sparkgrpo.trainer.tasks.records import Record, load_splits, split_by_identity, text_digest
@@ -208,19 +206,17 @@ class Gsm8k:
         train = [_problem(record) for record in splits.train]
         test = None if splits.test is None else [_problem(record) for record in splits.test]
         split = split_by_identity(train, test, options.heldout_frac, DEFAULT_HELDOUT_FRAC, splits.source)
-        self._train, self._heldout, self.notes = split.train, split.heldout, split.notes
+        self._split, self.notes = split, split.notes
         self.num_dropped = split.num_dropped
-        self.num_problems: int | None = len(self._train)
+        self.num_problems: int | None = len(split.train)
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Training rows start .. start + count - 1 of this seed's stream, which walks all of them once an epoch."""
-        key, size = stream_key(self.name, "train", seed), len(self._train)
-        return [self._train[place_in_order(key, index, size)] for index in range(start, start + count)]
+        return self._split.training_problems(self.name, seed, start, count)
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` held-out rows of a fixed order, or all there are."""
-        key, size = stream_key(self.name, "heldout", 0), len(self._heldout)
-        return [self._heldout[place_in_order(key, index, size)] for index in range(min(count, size))]
+        return self._split.heldout_problems(self.name, count)
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 if the answer is the gold number, else 0.0."""
@@ -234,7 +230,7 @@ class Gsm8k:
     @cached_property
     def constant_guess(self) -> str:
         """The most frequent gold of the training rows: what a model that knows nothing could always say."""
-        return Counter(str(problem.columns["answer"]) for problem in self._train).most_common(1)[0][0]
+        return Counter(str(problem.columns["answer"]) for problem in self._split.train).most_common(1)[0][0]
 
     def evaluation_report(
         self, problems: Sequence[Problem], completions: Sequence[Completion], verdicts: Sequence[Score]

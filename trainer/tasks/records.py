@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkgrpo.trainer.config import UserError
-from sparkgrpo.trainer.tasks.base import Problem, hash64, is_heldout
+from sparkgrpo.trainer.tasks.base import Problem, hash64, is_heldout, place_in_order, stream_key
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 TEST_SPLITS = ("test", "validation")
@@ -91,6 +91,16 @@ class ProblemSplit:
     """Training rows left out because they occur in the test split."""
     notes: tuple[str, ...]
     """What people should know."""
+
+    def training_problems(self, task_name: str, seed: int, start: int, count: int) -> list[Problem]:
+        """Problems start .. start + count - 1 of this seed's stream, which walks all of them once an epoch."""
+        key, size = stream_key(task_name, "train", seed), len(self.train)
+        return [self.train[place_in_order(key, index, size)] for index in range(start, start + count)]
+
+    def heldout_problems(self, task_name: str, count: int) -> list[Problem]:
+        """The first `count` held-out problems of a fixed order, or all there are."""
+        key, size = stream_key(task_name, "heldout", 0), len(self.heldout)
+        return [self.heldout[place_in_order(key, index, size)] for index in range(min(count, size))]
 
 
 def split_by_identity(

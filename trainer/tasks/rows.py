@@ -23,8 +23,6 @@ from sparkgrpo.trainer.tasks.base import (
     Message,
     Problem,
     Score,
-    place_in_order,
-    stream_key,
 )
 from sparkgrpo.trainer.tasks.number_text import NUMBER_REASONS, answer_field, judge_number, read_answer, read_number
 from sparkgrpo.trainer.tasks.records import Record, Splits, check_json, split_by_identity, text_digest
@@ -75,18 +73,16 @@ class Rows:
         problems = [self._problem(record) for record in splits.train]
         test = None if splits.test is None else [self._problem(record) for record in splits.test]
         split = split_by_identity(problems, test, options.heldout_frac, DEFAULT_HELDOUT_FRAC, splits.source)
-        self._train, self._heldout, self.notes = split.train, split.heldout, split.notes
-        self.num_problems: int | None = len(self._train)
+        self._split, self.notes = split, split.notes
+        self.num_problems: int | None = len(split.train)
 
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Training rows start .. start + count - 1 of this seed's stream, which walks all of them once an epoch."""
-        key, size = stream_key(self.name, "train", seed), len(self._train)
-        return [self._train[place_in_order(key, index, size)] for index in range(start, start + count)]
+        return self._split.training_problems(self.name, seed, start, count)
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` held-out rows of a fixed order, or all there are."""
-        key, size = stream_key(self.name, "heldout", 0), len(self._heldout)
-        return [self._heldout[place_in_order(key, index, size)] for index in range(min(count, size))]
+        return self._split.heldout_problems(self.name, count)
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
         """1.0 if the checker finds the answer right, else 0.0; `UNVERIFIED` without an answer column."""

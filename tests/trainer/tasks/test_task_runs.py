@@ -77,7 +77,8 @@ def test_three_steps_of_each_task(data: Path, options: str, keys: set[str]) -> N
 def test_reward_hacking_shows_as_a_growing_gap(tmp_path: Path) -> None:
     """Paid for the target's digits anywhere, the model writes them more often; the strict check does not follow.
 
-    The embedded model's search writes them often from the start: 0.827 and 0.863 were measured, deterministic on a CPU.
+    The embedded model's search writes them often from the start: 0.827 and 0.863 were measured, and the
+    bound was set after that: it shows the direction, not the size.
     """
     options = "--reward sloppy --steps 25 --prompts-per-step 16 --group-size 8 --max-new-tokens 48 --lr 1e-3"
     command = [
