@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.trl_peer import PeerStep
 from sparkgrpo.trainer.config import Config
-from sparkgrpo.trainer.evaluate import evaluate
 from sparkgrpo.trainer.loop import GrpoLoop
 from sparkgrpo.trainer.model.weights import load_model, state_dict_hf
 from sparkgrpo.trainer.run import build_loop
@@ -47,8 +46,7 @@ class Judge:
         """
         for name, view in self.views.items():
             view.copy_(weights[name].detach())
-        loop = self.loop
-        accuracy = evaluate(loop.engine, loop.dialogue, loop.task, loop.heldout, loop.config).accuracy
+        accuracy = self.loop.evaluate().accuracy
         assert accuracy is not None, "Countdown judges every answer"
         return accuracy
 
