@@ -32,7 +32,8 @@ def _split(seconds: Mapping[str, float]) -> dict[str, float]:
 def step_plot(result: Result, model: str) -> str:
     """The split of a step, ours and TRL's."""
     names = {f"trl/{kind}": f"TRL {kind}" for kind in PEER_NAMES}
-    bars = {names.get(name, name.replace("/", " ")): _split(side["split_s"]) for name, side in result["sides"].items()}
+    sides: Mapping[str, Any] = result["sides"]
+    bars = {names.get(name, name.replace("/", " ")): _split(side["split_s"]) for name, side in sides.items()}
     return bar_chart(f"One GRPO step, {model}: {result['conditions']['batch'].split(', beta')[0]}", bars, unit="s")
 
 

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from benchmarks.record import write_result
 from sparkgrpo.kernels.sampling import sample_update
+from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.machine import EMBEDDED, model_source
-from sparkgrpo.trainer.model.chat import encode_chat
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model, save_model
 from sparkgrpo.trainer.rollout import step
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
@@ -53,7 +53,7 @@ class ForcedLengths:
     def __init__(self, length_S: torch.Tensor, stop_id: int) -> None:
         self.length_S, self.stop_id = length_S, stop_id
 
-    def __call__(self, logits_BV: torch.Tensor, **state: torch.Tensor) -> None:
+    def __call__(self, logits_BV: torch.Tensor, **state: Any) -> None:  # noqa: ANN401
         num_new_B = state["context_len_B"] - state["prompt_len_B"] + 1
         is_last_B = num_new_B >= self.length_S[state["row_id_B"].long()]
         logits_BV[:, self.stop_id] = torch.where(is_last_B, 1e4, -torch.inf)
@@ -121,7 +121,7 @@ def cost_by_sequences(
 def prompts_of(loaded: LoadedModel) -> list[list[int]]:
     """Countdown puzzles in the model's chat template."""
     problems = Countdown(CountdownOptions()).problems(0, 0, NUM_PROMPTS)
-    return [encode_chat(loaded.tokenizer, [dict(m) for m in problem.prompt]) for problem in problems]
+    return [Dialogue(loaded.tokenizer).prompt_ids(problem) for problem in problems]
 
 
 def main() -> None:
@@ -138,7 +138,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), loaded)
         hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[hf_precision])
-    prompts, stop_id = prompts_of(loaded), int(loaded.tokenizer.eos_token_id)
+    prompts, stop_id = prompts_of(loaded), loaded.tokenizer.eos_token_id
+    assert isinstance(stop_id, int)
     length_S = lengths_of(NUM_PROMPTS * GROUP_SIZE, MAX_NEW_TOKENS)
 
     def make_engine() -> RolloutEngine:

@@ -91,7 +91,7 @@ def run_all(options: argparse.Namespace) -> int:
             print(f"== {group}  ({time.monotonic() - start:.0f} s)")
             for finding in new:
                 print(finding.line(), flush=True)
-            content = {"conditions": {"budget_s": options.budget, "is_quick": options.quick}}
+            content: dict[str, object] = {"conditions": {"budget_s": options.budget, "is_quick": options.quick}}
             content["findings"] = [finding.as_json() for finding in findings]
             write_result("gpu_check", device, content, folder=options.results)
     return report(findings)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.head_case import HeadShape
+from sparkgrpo.kernels.head_plan import Design
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class CheckContext:
     """On time.monotonic's clock."""
 
     @property
-    def designs(self) -> tuple[str, ...]:
+    def designs(self) -> tuple[Design, ...]:
         return ("anchored", "chunked", "recompute") if self.device.type == "cuda" else ("auto", "recompute")
 
     def shape(self, T: int, V: int, D: int, dtype: torch.dtype, frac_active: float = 1.0) -> HeadShape:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from benchmarks.record import write_result
 from benchmarks.small_ops import SMALL_OPS, adamw_comparison, small_comparison
 from benchmarks.table import render
 from sparkgrpo.kernels.grpo_row_loss import GrpoObjective
-from sparkgrpo.kernels.head_plan import plan_linear_grpo
+from sparkgrpo.kernels.head_plan import Design, plan_linear_grpo
 from sparkgrpo.kernels.linear_grpo import linear_grpo, linear_grpo_reference
 from sparkgrpo.kernels.linear_logprob import linear_logprob
 
@@ -75,7 +76,9 @@ def environment(context: CheckContext) -> Iterator[Found]:
     yield "rates", None, text, {**rates, "clocks_before": before, "clocks_after": _clocks()}
 
 
-def _call(case: HeadCase, objective: GrpoObjective, design: str, *, has_index: bool = True) -> dict[str, torch.Tensor]:
+def _call(
+    case: HeadCase, objective: GrpoObjective, design: Design, *, has_index: bool = True
+) -> dict[str, torch.Tensor]:
     bounds_S1 = torch.arange(0, case.shape.T + 1, case.shape.seq_tokens, dtype=torch.int32)
     out = linear_grpo(
         case.hidden_TD, case.weight_VD, case.target_T, case.advantage_T, case.token_weight_T, objective=objective,
@@ -176,7 +179,7 @@ def _gradient_products_at(context: CheckContext, V: int) -> Iterator[Found]:
     for name, a, b in (("dhidden", exp_CV, weight_VD), ("dweight", exp_CV.T, rows_CD)):
         rates = {}
         for dtype in (BF16, FP32):
-            options = {} if dtype == BF16 or context.device.type == "cpu" else {"out_dtype": dtype}
+            options: dict[str, Any] = {} if dtype == BF16 or context.device.type == "cpu" else {"out_dtype": dtype}
             seconds = _median_s(lambda a=a, b=b, options=options: torch.mm(a, b, **options), context.device)
             rates[f"{str(dtype)[6:]}_tflops"] = 2 * C * V * D / seconds / 1e12
         text = f"bf16 out {rates['bfloat16_tflops']:.1f}, fp32 out {rates['float32_tflops']:.1f} TFLOP/s"

@@ -6,6 +6,7 @@ end in gradients of hidden states and head, and all but that one report the entr
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from benchmarks.comparison import Implementation, Outputs, Step
 from benchmarks.head_case import OBJECTIVE, HeadCase
 from sparkgrpo.kernels.cpu_products import has_onednn_products, product_
 from sparkgrpo.kernels.head_chunks import PRODUCT_ROWS
+from sparkgrpo.kernels.head_plan import Design
 from sparkgrpo.kernels.linear_grpo import linear_grpo
 from sparkgrpo.kernels.linear_logprob import linear_logprob
 
@@ -23,7 +25,7 @@ TRL_VOCAB_CHUNK = 32_768
 LogprobEntropy = tuple[torch.Tensor, torch.Tensor]
 
 
-def ours(case: HeadCase, design: str) -> Step:
+def ours(case: HeadCase, design: Design) -> Step:
     def step() -> Outputs:
         out = linear_grpo(
             case.hidden_TD,
@@ -248,13 +250,13 @@ def grpo_implementations(device: torch.device, *, has_peers: bool) -> list[Imple
     anything else, minutes at a large vocabulary.
     """
     is_cuda = device.type == "cuda"
-    designs = ("auto", "anchored", "chunked", "recompute") if is_cuda else ("auto", "recompute")
+    designs: tuple[Design, ...] = ("auto", "anchored", "chunked", "recompute") if is_cuda else ("auto", "recompute")
     no_entropy = "gives no entropy"
     ours_rows = [Implementation(name=f"ours {d}", make=partial(ours, design=d), is_ours=True) for d in designs]
     eager_row, floors = Implementation(name="eager", make=eager), _floors("bare products", 3, device)
     if not has_peers:
         return [*ours_rows, eager_row, *floors]
-    does_less = {"truth": "ce", "note": "CE only: does less"}
+    does_less: dict[str, Any] = {"truth": "ce", "note": "CE only: does less"}
     batch_chunks = partial(linear_cross_entropy, batch_chunk_size=4096)
     peers = [
         Implementation(name="eager chunked", make=eager_chunked, note=f"chunk {CHUNK_ROWS[device.type]}"),

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -60,8 +61,7 @@ def profile_steps(side: OurSide, num_steps: int) -> dict[str, object]:
 
 
 def config_of(model: str, small: Sequence[int] | None) -> Config:
-    recipe = model_recipe(model)
-    recipe = {key: value for key, value in recipe.items() if key != "steps"}
+    recipe: dict[str, Any] = {key: value for key, value in model_recipe(model).items() if key != "steps"}
     if not recipe:
         recipe = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 64}
     if small is not None:

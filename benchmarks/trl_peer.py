@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -191,7 +191,10 @@ class TrlPeer:
 
         task = make_task("countdown", task_options(config))
         problems = task.problems(config.seed, 0, config.prompts_per_step * options.num_steps)
-        rows = [{"prompt": [dict(m) for m in p.prompt], "index": i} for i, p in enumerate(problems)]
+        rows = [
+            {"prompt": [dict(m) for m in p.prompt if not isinstance(m, int)], "index": i}
+            for i, p in enumerate(problems)
+        ]
 
         def reward(completions: list, index: list[int], **_: object) -> list[float]:
             if options.given is not None:
@@ -204,7 +207,7 @@ class TrlPeer:
 
         return GRPOTrainer(
             model=folder,
-            reward_funcs=reward,
+            reward_funcs=cast("Any", reward),
             args=_arguments(config, options, is_cpu=self.device.type == "cpu"),
             train_dataset=Dataset.from_list(rows),
             callbacks=[self._callback()],

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.record import write_result
 from benchmarks.trl_peer import PeerOptions, TrlPeer
@@ -55,7 +55,9 @@ SIDES: dict[str, dict[str, object]] = {
 }
 
 
-def batch_of(tokenizer: object, config: Config, *, num_valid: int, num_dead: int = 0) -> TrainBatch:
+def batch_of(
+    tokenizer: PreTrainedTokenizerFast | None, config: Config, *, num_valid: int, num_dead: int = 0
+) -> TrainBatch:
     """Countdown prompts with random completions; rewards 0 and 1 by turns, equal in the dead groups."""
     task, num_groups = make_task("countdown", task_options(config)), config.prompts_per_step
     prompts = [Dialogue(tokenizer).prompt_ids(p) for p in task.problems(0, 0, num_groups)]
@@ -74,8 +76,8 @@ def batch_of(tokenizer: object, config: Config, *, num_valid: int, num_dead: int
     )
 
 
-def config_of(num_groups: int, **values: object) -> Config:
-    shape = {"prompts_per_step": num_groups, "group_size": GROUP_SIZE, "max_new_tokens": NUM_TOKENS}
+def config_of(num_groups: int, **values: Any) -> Config:  # noqa: ANN401
+    shape: dict[str, Any] = {"prompts_per_step": num_groups, "group_size": GROUP_SIZE, "max_new_tokens": NUM_TOKENS}
     return Config(**shape, eval_problems=4, **values)
 
 

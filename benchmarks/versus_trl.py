@@ -204,8 +204,11 @@ def shape_of(options: argparse.Namespace) -> Config:
 
 def recipe_of(options: argparse.Namespace) -> Config:
     """The default run of a model, for the part `learn`."""
-    recipe: Mapping[str, object] = model_recipe(options.model)
-    recipe = {**recipe, "steps": options.learn_steps, "eval_problems": options.eval_problems}
+    recipe: dict[str, Any] = {
+        **model_recipe(options.model),
+        "steps": options.learn_steps,
+        "eval_problems": options.eval_problems,
+    }
     return Config(**recipe, device=options.device, precision="fp32", seed=options.seed)
 
 

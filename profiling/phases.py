@@ -50,7 +50,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, names: tuple[str, ...], spans: tuple[str, ...] = ()) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._names, self._spans = names, spans
         self._boundaries: list[tuple[str, Instant]] = []
         self._span_times: list[tuple[str, Instant, Instant]] = []
@@ -92,11 +92,11 @@ class PhaseClock:
             raise ValueError(f"expected spans one after another, got {name!r} inside {self._span!r}")
         self._span = name
         self._tell()
-        begin = self._now()
+        begin = now(self._device)
         try:
             yield
         finally:
-            self._span_times.append((name, begin, self._now()))
+            self._span_times.append((name, begin, now(self._device)))
             self._span = None
             self._tell()
 
@@ -110,29 +110,39 @@ class PhaseClock:
             observer.step_ended()
         seconds = dict.fromkeys((*self._names, OTHER), 0.0)
         for (name, begin), (_, end) in zip(self._boundaries, self._boundaries[1:], strict=False):
-            seconds[name] += _seconds_between(begin, end)
+            seconds[name] += seconds_between(begin, end)
         seconds["t_unaccounted"] = t_step - sum(seconds.values())
         seconds["t_step"] = t_step
         seconds |= dict.fromkeys(self._spans, 0.0)
         for name, begin, end in self._span_times:
-            seconds[name] = seconds.get(name, 0.0) + _seconds_between(begin, end)
+            seconds[name] = seconds.get(name, 0.0) + seconds_between(begin, end)
         return seconds
 
     def _enter(self, name: str) -> None:
         self._current = name
         self._tell()
-        self._boundaries.append((name, self._now()))
+        self._boundaries.append((name, now(self._device)))
 
     def _tell(self) -> None:
         for observer in self.observers:
             observer.entered(self._current, self._span)
 
-    def _now(self) -> Instant:
-        if not self._is_cuda:
-            return time.perf_counter_ns()
-        now = torch.cuda.Event(enable_timing=True)
-        now.record()
-        return now
+
+def now(device: torch.device) -> Instant:
+    """This instant on the clock of the device: of the host, or behind all that is queued on the current CUDA stream."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Instant, end: Instant) -> float:
+    """Seconds from one instant to another of the same device, which has reached both."""
+    if isinstance(begin, int) and isinstance(end, int):
+        return (end - begin) / 1e9
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return begin.elapsed_time(end) * 1e-3
 
 
 def clock_error(seconds: Mapping[str, float]) -> str | None:
@@ -141,10 +151,3 @@ def clock_error(seconds: Mapping[str, float]) -> str | None:
     if abs(missing) <= max(MAX_FRAC_UNACCOUNTED * t_step, MAX_UNACCOUNTED_S):
         return None
     return f"the phases add up to {t_step - missing:.4f} s, but the step took {t_step:.4f} s: the clock is at fault"
-
-
-def _seconds_between(begin: Instant, end: Instant) -> float:
-    if isinstance(begin, int) and isinstance(end, int):
-        return (end - begin) / 1e9
-    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-    return begin.elapsed_time(end) * 1e-3

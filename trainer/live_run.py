@@ -115,6 +115,8 @@ class Run:
         row = evaluation.row(step)
         self.log.evaluation(row)
         self.readers.evaluation(row)
+        for text in self.loop.reward_check.take_faults():  # the last evaluation has no step behind it to tell them
+            self.warn(text)
         for sample in heldout_samples(evaluation, step, self.config.num_samples):
             self._keep_sample(sample)
 

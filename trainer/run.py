@@ -118,7 +118,8 @@ def _train(
             instruments=instruments,
         )
         run.begin(model_name)
-        for note in (*loaded.notes, *_heldout_notes(config, loop), *opening.notes):
+        missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
+        for note in (*loaded.notes, *_heldout_notes(missing), *opening.notes):
             view.note(note)
         run.train(is_asked_to_stop)
         is_stopped = progress.step < config.steps
@@ -146,18 +147,20 @@ def evaluate_command(config: Config) -> dict[str, object]:
     with evaluation_task(config) as task:
         dialogue = Dialogue(loaded.tokenizer)
         stream = ProblemStream(config, task, dialogue, loaded.model.config)
-        problems = stream.fitting(heldout_problems(task, config))
+        problems = stream.fitting(asked := heldout_problems(task, config))
         longest_prompt = max(map(len, dialogue.prompts(problems, loaded.model.config, config.max_new_tokens)))
         plan = plan_evaluation(config, loaded.model, num_valid=loaded.num_valid, longest_prompt=longest_prompt)
         engine = build_engine(loaded, plan, max_new_tokens=config.max_new_tokens)
         check = RewardCheck(task, truncated_reward=config.truncated_reward)
         evaluation = evaluate(engine, dialogue, check, problems, config)
     row = evaluation.row(0)
+    notes = [*_heldout_notes(len(asked) - len(problems)), *check.take_faults()]
     return {
         "model": model_name,
         "task": config.task,
         **{key: row[key] for key in ("num_problems", "accuracy", "accuracy_se")},
         **evaluation.report,
+        **({"notes": notes} if notes else {}),
         "wall_s": round(time.monotonic() - start, 3),
     }
 
@@ -244,6 +247,5 @@ def _load(config: Config, device: torch.device, source: str) -> LoadedModel:
     return load_model(source, dtype=dtype, device=device)
 
 
-def _heldout_notes(config: Config, loop: GrpoLoop) -> list[str]:
-    missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
+def _heldout_notes(missing: int) -> list[str]:
     return [f"{missing} held-out problems are left out: their prompts are too long"] if missing > 0 else []

@@ -158,6 +158,27 @@ def test_a_reward_that_breaks_later_is_counted_named_and_ends_the_run(
     assert recorded.rows("metrics")[-1]["frac_reward_error"] == 0
 
 
+def test_a_strict_check_that_breaks_at_the_last_evaluation_is_an_event(
+    configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(tmp_path / "run", steps=1, beta=0.0)
+    task_type = type(registry.make_task("countdown", registry.task_options(config)))
+    original, calls = task_type.verify, []
+
+    def verify(self: object, problem: object, completion: object) -> object:
+        calls.append(problem)
+        if len(calls) > config.eval_problems:
+            raise RuntimeError("the check lost its way")
+        return original(self, problem, completion)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(task_type, "verify", verify)
+    recorded = record(tmp_path / "run").train(config)
+    assert [row["accuracy"] for row in recorded.rows("evals")][-1] is None
+    texts = sorted(str(row["text"]) for row in recorded.rows("events") if row["event"] == "warning")
+    assert len(texts) == 2 and "no verdict for 16 of 16" in texts[0], "the step's own"
+    assert "no verdict for 6 of 6 completions" in texts[1]
+
+
 def test_a_reward_that_never_worked_keeps_its_traceback(
     configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +197,10 @@ def test_long_heldout_prompts_are_left_out_and_said_to_be(configured: Make, reco
     (row, *_) = dropped.rows("evals")
     missing = 6 - row["num_problems"]
     assert 0 < missing < 6
-    assert f"{missing} held-out problems are left out: their prompts are too long" in dropped.view.notes
+    note = f"{missing} held-out problems are left out: their prompts are too long"
+    assert note in dropped.view.notes
+    found = run.evaluate_command(configured("", long_prompts="drop", **values))
+    assert found["notes"] == [note] and found["num_problems"] == row["num_problems"]
 
 
 def test_a_damaged_checkpoint_is_named_when_the_run_goes_on(configured: Make, record: Make, tmp_path: Path) -> None:

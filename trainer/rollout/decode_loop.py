@@ -7,7 +7,6 @@ parked, and no wait anywhere.
 Letters: B slots.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -117,7 +116,7 @@ class LatePoll:
 
 def decode_exactly(state: DecodeState, runner: Runner, num_rows: int, meter: Meter) -> None:
     """The loop of a CPU: only live rows take part, give or take an eighth."""
-    start, num_slots = time.perf_counter(), num_rows
+    num_slots = num_rows
     while num_alive := int(state.num_alive_1):  # the one host read of a step
         if num_alive <= FRAC_ALIVE_TO_COMPACT * num_slots:
             state.compact(num_slots, num_alive)
@@ -125,14 +124,13 @@ def decode_exactly(state: DecodeState, runner: Runner, num_rows: int, meter: Met
             meter.num_compactions += 1
         runner.step(num_slots)
         meter.stepped(num_alive, num_slots)
-    meter.t_decode_s += time.perf_counter() - start
 
 
 def decode_in_buckets(
     state: DecodeState, runner: Runner, num_rows: int, meter: Meter, *, max_rows: int, max_new_tokens: int
 ) -> None:
     """The loop of a GPU: sizes from a fixed set, each a captured graph; the host queues and never waits for a step."""
-    start, poll, bucket = time.perf_counter(), LatePoll(state.num_alive_1), bucket_for(num_rows, max_rows)
+    poll, bucket = LatePoll(state.num_alive_1), bucket_for(num_rows, max_rows)
     poll.record()  # behind the prefill, which drew the first token
     num_alive = num_rows
     for _ in range(max_new_tokens - 1):  # by then every row has met its limit
@@ -146,6 +144,3 @@ def decode_in_buckets(
             state.compact(bucket, smaller)
             bucket = smaller
             meter.num_compactions += 1
-    if state.num_alive_1.device.type == "cuda":
-        torch.cuda.synchronize(state.num_alive_1.device)
-    meter.t_decode_s += time.perf_counter() - start

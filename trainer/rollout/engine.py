@@ -10,13 +10,13 @@ slots.
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from sparkgrpo.kernels.sampling import INVALID, Filters, result_uniforms
+from sparkgrpo.profiling.phases import now, seconds_between
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.rollout.cache import Cache
 from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly, decode_in_buckets
@@ -134,13 +134,13 @@ class RolloutEngine:
         """
         streams = range(len(prompts)) if streams is None else streams
         self._check(prompts, G, sampling, key, streams)
-        lengths = [len(p) for p in prompts]
+        device, lengths = self.model.device, [len(p) for p in prompts]
         row_tokens = self._row_tokens_for(max(lengths) + sampling.max_new_tokens)
         num_pages = self._num_pages(row_tokens) if self.is_paged else UNLIMITED_PAGES
         waves = split_into_waves(lengths, G, sampling.max_new_tokens, num_pages, self.max_rows)
         self.head_VD = self._head()
         state, runner = self._ready(row_tokens)
-        self.filters = _filters(sampling, self.model.device)
+        self.filters = _filters(sampling, device)
         if self.filters is not None:  # an evaluation's: no graph has them
             runner = self._eager_runner(state)
         runner.begin()
@@ -149,10 +149,15 @@ class RolloutEngine:
         for wave in waves:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
             self._begin(state, wave_prompts, wave_streams, G, sampling, key)
-            self._prefill(state, wave_prompts, G, sampling, meter)
+            begin = now(device)
+            self._prefill(state, wave_prompts, G, sampling)
+            filled = now(device)
             self._decode(state, runner, len(wave) * G, sampling, meter)
+            done = now(device)
             pieces.append(_packed_results(state, len(wave) * G))
-            length_NG = pieces[-1][2].view(-1, G).cpu()
+            length_NG = pieces[-1][2].view(-1, G).cpu()  # waits for the device, which has passed the three instants
+            meter.t_prefill_s += seconds_between(begin, filled)
+            meter.t_decode_s += seconds_between(filled, done)
             meter.read([len(p) for p in wave_prompts], length_NG, is_shared=self.shares_prompts)
             state.cache.end_wave()
             meter.num_waves += 1
@@ -352,15 +357,11 @@ class RolloutEngine:
         state.eos_ids_8.fill_(-1)
         state.eos_ids_8[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int32, device=device)
 
-    def _prefill(
-        self, state: DecodeState, prompts: list[Sequence[int]], G: int, sampling: Sampling, meter: Meter
-    ) -> None:
+    def _prefill(self, state: DecodeState, prompts: list[Sequence[int]], G: int, sampling: Sampling) -> None:
         """Every prompt once, then the first token of every row."""
-        start = time.perf_counter()
         state.cache.begin([len(p) for p in prompts], G, sampling.max_new_tokens)
         last_ND = prefill(self.model, state.cache, prompts)
         finish_step(last_ND.repeat_interleave(G, 0), state.view(len(prompts) * G), self.head_VD, self.filters)
-        meter.t_prefill_s += time.perf_counter() - start
 
 
 def _cache_kind(model: Decoder) -> str:

@@ -17,11 +17,11 @@ from typing import Any, Literal, cast
 from sparkgrpo.trainer.tasks.base import (
     OK,
     Completion,
-    KeyedDraws,
     Problem,
     Score,
     TaskOpening,
     is_heldout,
+    place_in_order,
     stream_key,
 )
 from sparkgrpo.trainer.tasks.code_judge import HANDLER
@@ -122,14 +122,8 @@ class Code:
     def problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Training problems start .. start + count - 1: each once an epoch, every epoch in an order of its own."""
         key, size = stream_key(self.name, "train", seed), len(self._training)
-        orders: dict[int, list[int]] = {}
-        found = []
-        for index in range(start, start + count):
-            epoch, place = divmod(index, size)
-            if epoch not in orders:
-                orders[epoch] = KeyedDraws(key, epoch).shuffled(range(size))
-            found.append(make_problem(self._training[orders[epoch][place]]))
-        return found
+        places = (place_in_order(key, index, size) for index in range(start, start + count))
+        return [make_problem(self._training[place]) for place in places]
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` held-out problems, at most all there are."""

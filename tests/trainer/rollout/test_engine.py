@@ -201,6 +201,22 @@ def test_stats_count_what_was_done(exact_model: MakeExact, cache: str) -> None:
     assert stats.t_prefill_s > 0 and stats.t_decode_s > 0
 
 
+def test_times_are_read_where_the_work_runs(exact_model: MakeExact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three instants a wave on the device's clock, which a GPU passes long after the host has set them."""
+    seen: list[int] = []
+
+    def instant(device: torch.device) -> int:
+        assert device.type == "cpu"
+        seen.append(len(seen))
+        return seen[-1] ** 2
+
+    monkeypatch.setattr("sparkgrpo.trainer.rollout.engine.now", instant)
+    monkeypatch.setattr("sparkgrpo.trainer.rollout.engine.seconds_between", lambda begin, end: float(end - begin))
+    stats = make_engine(exact_model(), max_rows=16).generate(PROMPTS[:4], 8, SAMPLING, 5).stats
+    assert stats.num_waves == 2 and len(seen) == 6
+    assert (stats.t_prefill_s, stats.t_decode_s) == (1 - 0 + 16 - 9, 4 - 1 + 25 - 16)
+
+
 # What stays in place, and what must not linger.
 
 
