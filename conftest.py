@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sparkgrpo")
     group.addoption("--benchmark", action="store_true", dest="run_benchmarks", help="run benchmarks/, not tests/")
     group.addoption("--benchmark-full", action="store_true", dest="has_all_benchmarks", help="the long cases too")
+    group.addoption("--benchmark-results", type=Path, metavar="FOLDER", help="write there, not to benchmarks/results")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _use_kept_run(config: pytest.Config) -> None:
     """Where a bare `--benchmark-compare` reads, and what a whole run writes."""
-    path = _kept_run()
     option = config.option
+    path = _kept_run(option.benchmark_results)
     if option.benchmark_compare is True:
         if not path.is_file():
             raise pytest.UsageError(
@@ -47,13 +48,13 @@ def _use_kept_run(config: pytest.Config) -> None:
         option.benchmark_json = path
 
 
-def _kept_run() -> Path:
+def _kept_run(results: Path | None) -> Path:
     import torch
 
     from benchmarks.record import RESULTS, device_name
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return RESULTS / device_name(device) / "pytest_benchmark.json"
+    return (results or RESULTS) / device_name(device) / "pytest_benchmark.json"
 
 
 @pytest.hookimpl(optionalhook=True)

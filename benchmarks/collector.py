@@ -1,11 +1,13 @@
 """Runs the comparisons of one `pytest --benchmark`, keeps their tables for the end and writes their files."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.comparison import Comparison, run_comparison
 from benchmarks.device_probe import copy_gbps
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 from benchmarks.table import render
 
 TABLES = pytest.StashKey[list[str]]()
@@ -17,6 +19,7 @@ class Collector:
     def __init__(self, config: pytest.Config, device: torch.device) -> None:
         self.device, self.is_full = device, bool(config.getoption("has_all_benchmarks"))
         self.is_comparing = bool(config.getoption("benchmark_compare", None))
+        self.results: Path = config.getoption("benchmark_results") or RESULTS
         self.tables = config.stash.setdefault(TABLES, [])
         self.cases: dict[str, list[dict[str, object]]] = {}
         self.copy_gbps = copy_gbps(device)
@@ -32,7 +35,7 @@ class Collector:
         self.cases.setdefault(name, []).append(comparison.as_json())
         content = {"conditions": {"threads": torch.get_num_threads()}, "cases": self.cases[name]}
         if not self.is_comparing:
-            write_result(name, self.device, content)
+            write_result(name, self.device, content, folder=self.results)
         ours = next(i for i in comparison.implementations if i.is_ours)
         row = next(row for row in comparison.rows if row.is_ours)
         assert row.failure is None, row.failure_traceback

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 
 
 def run_seed(seed: int, folder: Path) -> dict[str, float]:
@@ -42,11 +42,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--keep", type=Path, help="folder for the run folders, seed_N each; dropped otherwise")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = [run_seed(seed, options.keep or Path(scratch)) for seed in options.seeds]
     content = {"conditions": {"command": "sparkgrpo train", "threads": torch.get_num_threads()}, "runs": rows}
-    print(f"written to {write_result('default_run', torch.device('cpu'), content)}")
+    path = write_result("default_run", torch.device("cpu"), content, folder=options.results)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 from sparkgrpo.kernels.sampling import sample_update
 from sparkgrpo.trainer.dialogue import Dialogue
 from sparkgrpo.trainer.machine import EMBEDDED, model_source
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=tuple(DTYPES), default="fp32", help="of both sides")
     parser.add_argument("--hf-precision", choices=tuple(DTYPES), default=None, help="of Hugging Face's, if another")
     parser.add_argument("--rounds", type=int, default=3, help="measured turns, after one of warm-up")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
@@ -167,7 +168,7 @@ def main() -> None:
         "us_a_token_by_sequences": cost_by_sequences(make_engine, prompts, stop_id, options.rounds),
     }  # fmt: skip
     name = f"generate_against_hf_{Path(options.model).stem.lower()[:24]}_{options.precision}_{hf_precision}"
-    path = write_result(name, torch.device("cpu"), content)
+    path = write_result(name, torch.device("cpu"), content, folder=options.results)
     print(f"Hugging Face / ours: median {median(ratios):.2f}, least {min(ratios):.2f}; written to {path}")
     print("microseconds a token by sequences:", {k: round(v, 1) for k, v in content["us_a_token_by_sequences"].items()})
 

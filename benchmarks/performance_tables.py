@@ -85,11 +85,18 @@ def _steps(model: str) -> Callable[[Result], list[Row]]:
             )
             for pair, ratio in result["ratios"].items()
             for peer, own in [pair.split(" over ")]
+            if _is_fair(own, peer)
         ]
 
     return rows
 
 
+def _is_fair(own: str, peer: str) -> bool:
+    """Whether a pair belongs in a table: our bf16 beside their fp32 would count a gain of precision as ours."""
+    return not ("bf16" in own and peer.removeprefix("trl/") not in BF16_PEERS)
+
+
+BF16_PEERS = ("default", "bf16", "vllm")
 PEER_NAMES = {
     "default": "as it comes (bf16 autocast, gradient checkpointing)",
     "fp32": "fp32",
@@ -113,11 +120,13 @@ def _memory(result: Result) -> list[Row]:
         )
         for pair, each in result["ratios"].items()
         for own, peer in [pair.split(" over ")]
+        if _is_fair(own, peer)
     ]
 
 
 def _learning(result: Result) -> list[Row]:
-    summary, equal = result["summary"], result["summary"]["at_equal_seconds"]
+    summary = result["summary"]
+    equal, by_tokens = summary["at_equal_seconds"], summary["at_equal_tokens"]
     shown = {side: summary[f"{side}_seconds_to_target"] for side in ("ours", "trl")}
     text = {side: "not reached" if value is None else seconds(value) for side, value in shown.items()}
     ratio = summary["seconds_ratio"]
@@ -129,9 +138,15 @@ def _learning(result: Result) -> list[Row]:
             ratio="" if ratio is None else times(ratio),
         ),
         Row(
-            what=f"held-out accuracy after {seconds(equal['budget'])} of training each",
-            ours=f"{100 * equal['ours']:.0f} %",
-            peer=f"TRL {100 * equal['trl']:.0f} %",
+            what=f"held-out accuracy after {seconds(equal['budget'])} of training each, one seed",
+            ours=f"{100 * equal['ours']:.1f} %",
+            peer=f"TRL {100 * equal['trl']:.1f} %",
+            ratio="",
+        ),
+        Row(
+            what=f"held-out accuracy after {by_tokens['budget']:,.0f} completion tokens each, one seed",
+            ours=f"{100 * by_tokens['ours']:.1f} %",
+            peer=f"TRL {100 * by_tokens['trl']:.1f} %",
             ratio="",
         ),
     ]
@@ -226,8 +241,11 @@ def _is_headline(conditions: Mapping[str, Any]) -> bool:
 SOURCES = (
     Source(name="default_run", what="the default run", rows=_default_run),
     Source(name=f"versus_trl_step_{SMOLLM}", what="whole step, SmolLM2-135M, against TRL", rows=_steps("SmolLM2-135M")),
-    Source(name="versus_trl_step_embedded", what="whole step, embedded model, against TRL", rows=_steps("embedded")),
+    Source(
+        name="versus_trl_step_embedded", what="whole step, embedded model, against TRL", rows=_steps("embedded model")
+    ),
     Source(name=f"versus_trl_memory_{SMOLLM}", what="peak memory, SmolLM2-135M, against TRL", rows=_memory),
+    Source(name="versus_trl_memory_embedded", what="peak memory, embedded model, against TRL", rows=_memory),
     Source(name="versus_trl_learn_embedded", what="learning curves against TRL", rows=_learning),
     Source(name="update_against_trl", what="reference and update alone against TRL", rows=_update),
     Source(
@@ -237,8 +255,8 @@ SOURCES = (
     ),
     *(
         Source(
-            name=f"generate_against_hf_{model}_{precision}_fp32",
-            what=f"generation, {title}, ours in {precision}, against Hugging Face",
+            name=f"generate_against_hf_{model}_{precision}_{precision}",
+            what=f"generation, {title}, {precision}, against Hugging Face",
             rows=_generation(title),
         )
         for model, title, precision in (

@@ -66,7 +66,10 @@ class Axis:
 LINEAR = {"t_gen": 1.1, "t_update": 1.1}
 AXES = {
     "completions": Axis(
-        values=(8, 16, 32, 64, 128, 256), tiny=(8, 16), expected=LINEAR, why="a decode step's fixed cost is shared"
+        values=(8, 16, 32, 64, 128, 256),
+        tiny=(8, 16),
+        expected=LINEAR,
+        why="a decode step's fixed cost is shared; the update is linear in its tokens",
     ),
     "prompt": Axis(
         values=(32, 64, 128, 256, 512, 1024),

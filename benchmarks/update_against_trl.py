@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 from benchmarks.trl_peer import PeerOptions, TrlPeer
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.trainer.batching import TrainBatch
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--per-token", action="store_true", help="the cost per token in place of the comparison")
     parser.add_argument("--only", nargs="+", choices=tuple(SIDES), default=list(SIDES))
     parser.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args()
     if options.side is not None:
         run_side(options.side, options.model, options.rounds)
@@ -215,7 +216,7 @@ def main() -> None:
         result = per_token(options.model, options.rounds)
     else:
         name, result = "update_against_trl", against_trl(options.model, options.rounds, options.only)
-    path = write_result(name, torch.device("cpu"), {"conditions": conditions} | result)
+    path = write_result(name, torch.device("cpu"), {"conditions": conditions} | result, folder=options.results)
     print(f"{ {key: value for key, value in result.items() if key.endswith('ours')} } written to {path}")
 
 

@@ -101,6 +101,7 @@ def test_every_plot_is_xml_and_holds_its_figures(tmp_path: Path) -> None:
         "target_accuracy": 0.3,
         "seconds_ratio": None,
         "at_equal_seconds": {"budget": 3, "ours": 0.3, "trl": 0.3},
+        "at_equal_tokens": {"budget": 3000, "ours": 0.3, "trl": 0.25},
     }
     summary |= {"ours_seconds_to_target": 3.0, "trl_seconds_to_target": None}
     keep(tmp_path, "versus_trl_learn_embedded", {"curves": {"ours": points, "trl": points}, "summary": summary})
@@ -113,7 +114,23 @@ def test_every_plot_is_xml_and_holds_its_figures(tmp_path: Path) -> None:
     for text in plots.values():
         ElementTree.fromstring(text)
     assert ">4 s</text>" in plots["step_embedded.svg"] and "completions 1.00" in plots["scaling_update.svg"]
-    assert "not reached" in numbers_part(tmp_path, "box")
+    numbers = numbers_part(tmp_path, "box")
+    assert "not reached" in numbers and "| 30.0 % | TRL 25.0 % |" in numbers
+
+
+def test_a_gain_of_precision_is_not_shown_as_ours(tmp_path: Path) -> None:
+    side, pairs = (
+        {"median_s": 4.0, "split_s": {}},
+        ("fp32 over ours/fp32", "default over ours/bf16", "fp32 over ours/bf16"),
+    )
+    content = {
+        "conditions": {"batch": "2 x 2", "model": "m"},
+        "sides": dict.fromkeys(("ours/fp32", "ours/bf16", "trl/fp32", "trl/default"), side),
+        "ratios": {f"trl/{pair}": {"median": 2.0} for pair in pairs},
+    }
+    keep(tmp_path, "versus_trl_step_embedded", content)
+    rows = [line for line in numbers_part(tmp_path, "box").splitlines() if "whole GRPO step" in line]
+    assert len(rows) == 2 and "ours fp32, TRL fp32" in rows[0] and "ours bf16, TRL as it comes" in rows[1]
 
 
 def test_exponent_is_the_slope_of_the_upper_half() -> None:
