@@ -103,9 +103,9 @@ class GradientBuffers(NamedTuple):
     """dweight holds nothing yet, and may be uninitialised: it is written."""
 
 
-def row_blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+def row_blocks(num_rows: int, num_columns: int, most_columns: int) -> Iterator[tuple[slice, slice]]:
     """Rectangles of about BLOCK_ELEMENTS that cover [rows, columns], columns inner."""
-    block_columns = min(num_columns, BLOCK_COLUMNS)
+    block_columns = min(num_columns, most_columns)
     block_rows = max(1, BLOCK_ELEMENTS // block_columns)
     for row in range(0, num_rows, block_rows):
         for column in range(0, num_columns, block_columns):
@@ -113,17 +113,19 @@ def row_blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]
 
 
 def exponentiate_(
-    z_CV: torch.Tensor, shift_C: torch.Tensor, want_moment: bool
+    z_CV: torch.Tensor, shift_C: torch.Tensor, want_moment: bool, block_columns: int = BLOCK_COLUMNS
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turns logits into E in place, block by block; returns (R, M or None) over all columns.
+
+    The width of a block decides the order of the sums, so it is the caller's and not made from the number of rows.
 
     The caller has set the target's logit FAR_BELOW the shift, so that its term is exactly 0.
     """
     num_rows, num_columns = z_CV.shape
     rest_C = z_CV.new_zeros(num_rows)
     moment_C = z_CV.new_zeros(num_rows) if want_moment else None
-    y_buffer = z_CV.new_empty(min(num_rows * num_columns, max(BLOCK_ELEMENTS, BLOCK_COLUMNS))) if want_moment else None
-    for rows, columns in row_blocks(num_rows, num_columns):
+    y_buffer = z_CV.new_empty(min(num_rows * num_columns, max(BLOCK_ELEMENTS, block_columns))) if want_moment else None
+    for rows, columns in row_blocks(num_rows, num_columns, block_columns):
         z, shift = z_CV[rows, columns], shift_C[rows, None]
         if moment_C is None or y_buffer is None:
             z.sub_(shift).exp_()
@@ -296,6 +298,7 @@ def finish_exponentials_(
     stats: RowStatistics,
     g_C: torch.Tensor,
     h_C: torch.Tensor | None,
+    block_columns: int = BLOCK_COLUMNS,
 ) -> None:
     """Makes E, in place, dz up to the row scale: the target's term, and the entropy's part where h is given."""
     target_term_C = -stats.rest_C
@@ -303,7 +306,7 @@ def finish_exponentials_(
         entropy_C, e_C = stats.entropy(), stats.guess_C.exp()
         constant_C = g_C + h_C * (entropy_C - stats.total_C.log())
         tiny = torch.finfo(torch.float32).tiny
-        for rows, columns in row_blocks(*exp_CV.shape):
+        for rows, columns in row_blocks(*exp_CV.shape, block_columns):
             block = exp_CV[rows, columns]
             factor = block.clamp(min=tiny).log_()  # a column of probability 0 gets 0 times a finite number
             block.mul_(factor.mul_(h_C[rows, None]).add_(constant_C[rows, None]))

@@ -24,6 +24,9 @@ from sparkgrpo.kernels.launch import (
     refuse_second_order,
 )
 
+BLOCK_COLUMNS = 1 << 15
+"""Columns that are made exponentials together: with the head's 2,048 the few rows of a large vocabulary made blocks so
+small that calls took half of the time (64 rows of 151,936: 69 ms, now 36)."""
 BLOCK_ROWS_ELEMENTS = 4 * BLOCK_ELEMENTS
 """Logits of the rows that are handled together: small enough for the cache, large enough for few Python calls."""
 
@@ -102,7 +105,7 @@ def _exponentials(
     # A logit of -inf would make the moment 0 x -inf; that far below the maximum its exponential is 0 just the same.
     z_CV.clamp_(min=(shift_C - FAR_BELOW)[:, None])
     z_CV.scatter_(1, target_C1, (shift_C - FAR_BELOW)[:, None])
-    rest_C, moment_C = exponentiate_(z_CV, shift_C, want_entropy)
+    rest_C, moment_C = exponentiate_(z_CV, shift_C, want_entropy, BLOCK_COLUMNS)
     return RowStatistics(shift_C, guess_C, rest_C, rest_C + guess_C.exp(), moment_C)
 
 
@@ -148,7 +151,7 @@ def _backward_cpu(
         stats = _exponentials(logits_TV, rows, start, stop, h_T is not None, exp_CV)
         g_C = torch.zeros_like(stats.rest_C) if g_T is None else g_T[start:stop]
         h_C = None if h_T is None else h_T[start:stop]
-        finish_exponentials_(exp_CV, rows.target_T[start:stop], stats, g_C, h_C)
+        finish_exponentials_(exp_CV, rows.target_T[start:stop], stats, g_C, h_C, BLOCK_COLUMNS)
         scale_C = (-1.0 if h_T is not None else -g_C) / stats.total_C
         scale_C *= inv_temperature[start:stop] if isinstance(inv_temperature, torch.Tensor) else inv_temperature
         exp_CV *= scale_C[:, None]
