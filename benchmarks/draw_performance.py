@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.performance_tables import PEER_NAMES, SMOLLM, Result, load, parts_of, with_parts
+from benchmarks.performance_tables import SMOLLM, Result, load, parts_of, with_parts
 from benchmarks.record import RESULTS
 from benchmarks.svg_chart import Line, bar_chart, line_chart
 
@@ -29,16 +29,20 @@ def _split(seconds: Mapping[str, float]) -> dict[str, float]:
     return {**shown, "other": max(0.0, seconds["t_step"] - sum(shown.values()))}
 
 
+def _side_name(name: str) -> str:
+    """ "ours/fp32" and "trl/fp32" as people read them."""
+    return name.replace("trl/", "TRL ").replace("/", " ")
+
+
 def step_plot(result: Result, model: str) -> str:
     """The split of a step, ours and TRL's."""
-    names = {f"trl/{kind}": f"TRL {kind}" for kind in PEER_NAMES}
     sides: Mapping[str, Any] = result["sides"]
-    bars = {names.get(name, name.replace("/", " ")): _split(side["split_s"]) for name, side in sides.items()}
+    bars = {_side_name(name): _split(side["split_s"]) for name, side in sides.items()}
     return bar_chart(f"One GRPO step, {model}: {result['conditions']['batch'].split(', beta')[0]}", bars, unit="s")
 
 
 def memory_plot(result: Result) -> str:
-    bars = {name.replace("/", " "): {"peak": side["peak_bytes"] / 2**30} for name, side in result["sides"].items()}
+    bars = {_side_name(name): {"peak": side["peak_bytes"] / 2**30} for name, side in result["sides"].items()}
     return bar_chart(f"Peak memory of the process, {result['conditions']['model']}", bars, unit="GiB")
 
 
