@@ -1,7 +1,9 @@
 """What the trainer's tests share: small decoders, batches, a Hugging Face folder, and recorded runs on it."""
 
 import json
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -355,3 +357,19 @@ def move_fixture() -> Callable[..., None]:
 def naive_logits() -> Callable[..., torch.Tensor]:
     """Logits of one sequence through torch's plain attention."""
     return plain_logits
+
+
+@contextmanager
+def _small_files(num_bytes: int) -> Iterator[None]:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@pytest.fixture(scope="session")
+def small_files() -> Callable[[int], AbstractContextManager[None]]:
+    """While it is open no file may grow beyond so many bytes, as on a full disk."""
+    return _small_files

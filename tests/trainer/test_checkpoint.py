@@ -1,9 +1,8 @@
 """Checkpoints: what comes back, and what a failure at any point leaves."""
 
 import json
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,8 @@ from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model
 from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.reference import frozen_copy
+
+SmallFiles = Callable[[int], AbstractContextManager[None]]
 
 FILES = {
     "config.json",
@@ -141,19 +142,8 @@ def test_a_failure_leaves_the_one_before(
     assert sorted(p.name for p in tmp_path.iterdir()) == [before.name, after.name]
 
 
-@contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this, as on a full disk."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
 @pytest.mark.parametrize("num_bytes", [0, 5_000, 30_000, 150_000])
-def test_a_full_disk(tmp_path: Path, tiny_folder: Path, num_bytes: int) -> None:
+def test_a_full_disk(tmp_path: Path, tiny_folder: Path, num_bytes: int, small_files: SmallFiles) -> None:
     """It fills at the config, the tokenizer, the weights or the optimiser's state; all end in one message."""
     trained = load_and_update(tiny_folder, torch.float32, 1)
     before = save(tmp_path, trained, 1)

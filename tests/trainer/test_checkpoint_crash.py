@@ -5,14 +5,13 @@ import ctypes.util
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from sparkgrpo.trainer.checkpoint import (
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.model.weights import LoadedModel, load_model
 from sparkgrpo.trainer.optim import MasterAdamW
+
+SmallFiles = Callable[[int], AbstractContextManager[None]]
 
 Make = Callable[..., Any]
 Trained = tuple[LoadedModel, MasterAdamW]
@@ -99,18 +100,7 @@ def test_killed_at_any_moment(tmp_path: Path, trained: Trained) -> None:
     assert names == [f"step_{step:06d}" for step in (before, before + 1)], "what was left lying is cleared up"
 
 
-@contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def test_the_disk_fills_at_any_byte(tmp_path: Path, trained: Trained) -> None:
+def test_the_disk_fills_at_any_byte(tmp_path: Path, trained: Trained, small_files: SmallFiles) -> None:
     """Wherever in whichever file: one message, no trace of the half, the one before as it was; and then it goes on."""
     before = save(tmp_path, trained, 1)
     largest = max(path.stat().st_size for path in before.iterdir())
