@@ -9,6 +9,11 @@ import torch
 from benchmarks.head_case import HeadShape
 from sparkgrpo.kernels.head_plan import Design
 
+PROCESS = "process"
+"""The item of a finding about the group itself: wrong if it did not come to its end, None if it was not started."""
+NOT_STARTED = "not started: out of time"
+LEFT_OUT = "left out: out of time"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:

@@ -3,20 +3,23 @@
 T rows, V vocabulary, D width. An item that raises becomes a finding with its traceback; the next item goes on.
 """
 
+import gc
 import json
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.comparison import Comparison, output_errors, run_comparison, sample_s
+from benchmarks.comparison import Comparison, Implementation, Outputs, Step, output_errors, run_comparison, sample_s
 from benchmarks.device_probe import copy_gbps, product_tflops
 from benchmarks.gpu_check_decode import decode_rates
-from benchmarks.gpu_check_finding import CheckContext, Finding, Found, Group
+from benchmarks.gpu_check_finding import LEFT_OUT, CheckContext, Finding, Found, Group
 from benchmarks.head_case import HeadCase, logit_bound, make_head_case
 from benchmarks.head_comparison import GRADIENT_BOUND, head_comparison
 from benchmarks.record import write_result
@@ -225,21 +228,81 @@ def peak_bytes(context: CheckContext) -> Iterator[Found]:
         yield f"peak {design}", peak <= limit, text, figures
 
 
-def _timed(context: CheckContext, comparisons: Iterator[Callable[[], Comparison]]) -> Iterator[Found]:
-    """Runs comparisons while time is left; writes those of an op into its file after each."""
-    by_op: dict[str, list[dict[str, object]]] = {}
-    for make in comparisons:
+def _measure(comparison: Comparison, *, implementation_s: float) -> None:
+    """`run_comparison`, with a failed implementation's memory given back before the next one starts.
+
+    What fails only while it is timed, when others hold memory too, would end the comparison: it is run again without.
+    """
+    unfreed: list[str] = []
+    lost: dict[str, str] = {}
+
+    def guarded(implementation: Implementation) -> Implementation:
+        def make(case: object) -> Step:
+            if unfreed:  # here, and not where it was raised: there the traceback still holds the tensors
+                unfreed.clear()
+                _free_memory()
+            try:
+                if implementation.name in lost:
+                    raise RuntimeError(lost[implementation.name])
+                step = implementation.make(case)
+            except Exception:
+                unfreed.append(implementation.name)
+                raise
+
+            def noted_step() -> Outputs:
+                try:
+                    return step()
+                except Exception:
+                    unfreed.append(implementation.name)
+                    raise
+
+            return noted_step
+
+        return replace(implementation, make=make)
+
+    comparison.implementations = [guarded(implementation) for implementation in comparison.implementations]
+    while True:
+        try:
+            return run_comparison(comparison, implementation_s=implementation_s)
+        except Exception as error:
+            if not unfreed or unfreed[-1] in lost:
+                raise
+            lost[unfreed[-1]] = f"while it was timed: {type(error).__name__}: {error}"
+            comparison.rows.clear()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+
+
+OpCase = tuple[str, Callable[[], Comparison]]
+"""An op, and what makes one of its cases."""
+
+
+def _timed(context: CheckContext, todo: Sequence[OpCase]) -> Iterator[Found]:
+    """Runs comparisons while time is left; writes an op's file once all its cases are measured.
+
+    Never in part: the file may stand in the place of a complete one.
+    """
+    missing = Counter(op for op, _ in todo)
+    by_op: dict[str, list[dict[str, object]]] = {op: [] for op in missing}
+    for op, make in todo:
         if time.monotonic() > context.deadline_s - 5:
-            yield "case", None, "left out: out of time", {}
+            unwritten = [name for name, count in missing.items() if count]
+            yield "case", None, f"{LEFT_OUT}; no file of {', '.join(unwritten)}", {}
             return
         comparison = make()
-        run_comparison(comparison, implementation_s=0.02 if context.is_quick else 0.25)
+        _measure(comparison, implementation_s=0.02 if context.is_quick else 0.25)
         facts = comparison.as_json()
-        by_op.setdefault(comparison.op, []).append(facts)
-        content = {"conditions": {"command": "gpu_check"}, "cases": by_op[comparison.op]}
-        write_result(comparison.op, context.device, content, folder=context.results)
-        failures = [f"{row.name}: {row.failure}" for row in comparison.rows if row.is_ours and row.failure]
-        title = f"{comparison.op} " + " ".join(f"{k} {v}" for k, v in comparison.conditions.items())
+        by_op[op].append(facts)
+        ours = [row for row in comparison.rows if row.is_ours]
+        missing[op] -= any(row.median_s is not None for row in ours)
+        if not missing[op]:
+            content = {"conditions": {"command": "gpu_check"}, "cases": by_op[op]}
+            write_result(op, context.device, content, folder=context.results)
+        failures = [f"{row.name}: {row.failure}" for row in ours if row.failure]
+        title = f"{op} " + " ".join(f"{k} {v}" for k, v in comparison.conditions.items())
         yield title, not failures, "; ".join(failures) + "\n" + render(comparison), facts
 
 
@@ -251,14 +314,14 @@ def head_cases(context: CheckContext) -> Iterator[Found]:
     if context.is_quick:
         cases = cases[:2]
 
-    def make(op: str, T: int, D: int, frac_active: float) -> Callable[[], Comparison]:
+    def make(op: str, T: int, D: int, frac_active: float) -> OpCase:
         shape = context.shape(T, V_QWEN, D, BF16, frac_active)
         is_compared = frac_active == 1.0 and T == 8192 and not context.is_quick
-        return lambda: head_comparison(op, shape, context.device, has_peers=is_compared)
+        return op, lambda: head_comparison(op, shape, context.device, has_peers=is_compared)
 
     todo = [make("linear_grpo", *case) for case in cases]
     todo.insert(2, make("linear_logprob", 8192, 896, 1.0))
-    yield from _timed(context, iter(todo))
+    yield from _timed(context, todo)
 
 
 def small_cases(context: CheckContext) -> Iterator[Found]:
@@ -274,13 +337,13 @@ def small_cases(context: CheckContext) -> Iterator[Found]:
     }
     has_compile = context.device.type == "cuda"
 
-    def make(op: str, dtype: torch.dtype) -> Callable[[], Comparison]:
-        return lambda: small_comparison(op, sizes[op], dtype, context.device, gbps, has_compile=has_compile)
+    def make(op: str, dtype: torch.dtype) -> OpCase:
+        return op, lambda: small_comparison(op, sizes[op], dtype, context.device, gbps, has_compile=has_compile)
 
     todo = [make(op, dtype) for dtype in (BF16, FP32) for op in SMALL_OPS]
     num_tensors, size = (2, 32) if is_quick else (32, 2048)
-    todo.insert(0, lambda: adamw_comparison(num_tensors, size, context.device, gbps))
-    yield from _timed(context, iter(todo))
+    todo.insert(0, ("adamw", lambda: adamw_comparison(num_tensors, size, context.device, gbps)))
+    yield from _timed(context, todo)
 
 
 def whole_step(context: CheckContext) -> Iterator[Found]:

@@ -1,14 +1,23 @@
 """benchmarks/gpu_check.py as it is started on a machine with a GPU, on tiny shapes and without one."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from benchmarks import gpu_check, gpu_check_items
+from benchmarks.comparison import Comparison, Implementation, Outputs, Step
+from benchmarks.gpu_check_finding import CheckContext
+from benchmarks.record import device_name
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--device", "cpu", "--quick")
@@ -58,8 +67,169 @@ def test_whole_steps(tmp_path: Path) -> None:
 
 def test_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
     done = run_script(*QUICK, "--budget", "1", "--results", str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 1 and "0 checks" in done.stdout
+    assert done.returncode == 1 and "0 checks, incomplete: groups environment, correctness" in done.stdout
     assert {finding["text"] for finding in findings(tmp_path)} == {"not started: out of time"}
+
+
+def verdict(*options: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The script in this process, which lets a test replace its parts."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *QUICK, *options])
+    return gpu_check.main()
+
+
+def replace_groups(monkeypatch: pytest.MonkeyPatch, end: Callable[[str], int]) -> None:
+    """Each group's process makes one good finding, then ends with the code that `end` returns for it."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        group, lines = (command[command.index(name) + 1] for name in ("--group", "--lines"))
+        Path(lines).write_text(json.dumps({"group": group, "item": "one", "ok": True, "text": "good"}) + "\n")
+        return subprocess.CompletedProcess(command, end(group), "", "stderr of it")
+
+    # The module's name alone: others start processes too.
+    replaced = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu_check, "subprocess", replaced)
+
+
+def test_quick_leaves_measured_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    committed, chosen = tmp_path / "committed", tmp_path / "chosen"
+    monkeypatch.setattr(gpu_check, "RESULTS", committed)
+    replace_groups(monkeypatch, lambda group: 0)
+    assert verdict("--groups", "head", monkeypatch=monkeypatch) == 0
+    assert not committed.exists() and "result files: dropped" in capsys.readouterr().out
+    assert verdict("--groups", "head", "--results", str(chosen), monkeypatch=monkeypatch) == 0
+    assert len(findings(chosen)) == 1 and f"result files: {chosen}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_group_that_does_not_end_is_wrong(
+    is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(group: str) -> int:
+        if group == "correctness" and is_late:
+            raise subprocess.TimeoutExpired("gpu_check", 60)
+        return -9 if group == "correctness" else 0
+
+    replace_groups(monkeypatch, end)
+    code = verdict("--groups", "correctness,head", "--results", str(tmp_path), monkeypatch=monkeypatch)
+    out = capsys.readouterr().out
+    assert code == 1 and "all right" not in out
+    assert "3 checks, unfinished: groups correctness" in out and "UNFINISHED correctness/process" in out
+    assert [finding["ok"] for finding in findings(tmp_path)] == [True, False, True]
+
+
+def test_groups_that_were_not_started_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [0.0]
+
+    def end(_: str) -> int:
+        now_s[0] += 455
+        return 0
+
+    replace_groups(monkeypatch, end)
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    options = ("--groups", "correctness,head,decode", "--results", str(tmp_path))
+    assert verdict(*options, monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "1 checks, incomplete: groups head, decode not run\n" in out and "all right" not in out
+
+
+def quick_context(folder: Path, deadline_s: float) -> CheckContext:
+    device = torch.device("cpu")
+    return CheckContext(device=device, is_quick=True, results=folder, lines=folder / "lines", deadline_s=deadline_s)
+
+
+def fake_comparison(op: str, implementations: list[Implementation]) -> Comparison:
+    return Comparison(
+        op=op,
+        device=torch.device("cpu"),
+        conditions={"T": 4},
+        case=torch.ones(4),
+        check_case=torch.ones(2),
+        truths={"op": {"y": torch.full((2,), 2.0, dtype=torch.float64)}},
+        bounds={"y": 1e-6},
+        peer_bounds={"y": 1e-2},
+        implementations=implementations,
+    )
+
+
+def doubling(x: torch.Tensor) -> Step:
+    return lambda: {"y": 2 * x}
+
+
+OURS = Implementation(name="ours", make=doubling, is_ours=True)
+
+
+def test_a_file_is_written_once_all_cases_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cases of linear_grpo, then one of linear_logprob."""
+    monkeypatch.setattr(gpu_check_items, "head_comparison", lambda op, *_, **__: fake_comparison(op, [OURS]))
+    folder = tmp_path / device_name(torch.device("cpu"))
+    folder.mkdir()
+    (folder / "linear_grpo.json").write_text("complete")
+    now_s = iter((0.0, 100.0))
+    monkeypatch.setattr(gpu_check_items, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    *_, (_, ok, text, _) = gpu_check_items.head_cases(quick_context(tmp_path, deadline_s=50))
+    assert ok is None and text == "left out: out of time; no file of linear_grpo, linear_logprob"
+    assert (folder / "linear_grpo.json").read_text() == "complete"
+    now_s = iter((0.0, 0.0, 100.0))
+    assert len(list(gpu_check_items.head_cases(quick_context(tmp_path, deadline_s=50)))) == 3
+    assert len(json.loads((folder / "linear_grpo.json").read_text())["cases"]) == 2
+    assert not (folder / "linear_logprob.json").exists()
+
+
+def test_cases_left_out_are_not_all_right(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"good": True, "left out: out of time; no file of adamw": None}
+    lines = [gpu_check.Finding(group="small", item="case", ok=ok, text=text) for text, ok in found.items()]
+    assert gpu_check.report(lines) == 0
+    assert capsys.readouterr().out == "gpu_check: 1 checks, incomplete: cases of small left out\n"
+
+
+class Block:
+    """Stands for memory that an implementation took."""
+
+    def __init__(self) -> None:
+        self.me = self  # so that only the garbage collector frees it
+
+
+@pytest.mark.parametrize("steps_before", [0, 5])
+def test_an_implementation_out_of_memory_costs_its_own_row_alone(
+    steps_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its first step; or, with 5 good ones before, as late as the timed rounds."""
+    blocks: list[weakref.ref[Block]] = []
+    num_steps = 0
+
+    def hungry(x: torch.Tensor) -> Step:
+        def step() -> Outputs:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > steps_before:
+                block = Block()
+                blocks.append(weakref.ref(block))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return {"y": 2 * x}
+
+        return step
+
+    def next_one(x: torch.Tensor) -> Step:
+        assert not any(block() for block in blocks), "memory of the one before is still held"
+        return doubling(x)
+
+    rows = [OURS, Implementation(name="eager", make=hungry), Implementation(name="bare", make=next_one)]
+    monkeypatch.setattr(gpu_check_items, "head_comparison", lambda op, *_, **__: fake_comparison(op, rows[:]))
+    gc.disable()
+    try:
+        found = list(gpu_check_items.head_cases(quick_context(tmp_path, deadline_s=float("inf"))))
+    finally:
+        gc.enable()
+    assert blocks and [ok for _, ok, _, _ in found] == [True] * 3
+    (path,) = tmp_path.rglob("linear_grpo.json")
+    for case in json.loads(path.read_text())["cases"]:
+        ours, eager, bare = case["rows"]
+        assert "OutOfMemoryError: CUDA out of memory" in eager["failure"] and eager["median_s"] is None
+        assert ours["median_s"] and bare["median_s"], bare["failure"]
 
 
 @pytest.mark.slow
