@@ -24,9 +24,8 @@ LOGIT_ROWS = {"cpu": 64, "cuda": 2048}
 def bench_small_op(op: str, dtype: torch.dtype, collector: Collector, benchmark) -> None:  # noqa: ANN001
     device = collector.device
     num_rows = (LOGIT_ROWS if op == "token_logprob" else TOKENS)[device.type]
-    has_compile = device.type == "cuda"
     sizes = {"T": num_rows, **SIZES[op]}
-    comparison = small_comparison(op, sizes, dtype, device, collector.copy_gbps, has_compile=has_compile)
+    comparison = small_comparison(op, sizes, dtype, device, collector.copy_gbps, has_compile=True)
     collector.run(comparison, benchmark)
 
 

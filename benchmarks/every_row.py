@@ -1,4 +1,4 @@
-"""Measures every row of the tables in README.md and docs/performance.md again.
+"""Measures every row of the numbers and op tables in README.md and docs/performance.md again, on a CPU.
 
     python -m benchmarks.every_row                # renews the result files, as `make bench` does
     python -m benchmarks.every_row --quick        # fewest rounds, files kept apart; each ratio beside the committed one
@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.performance_tables import OPS, SMOLLM, SOURCES, case_rows, load
+from benchmarks.performance_tables import OPS, SMOLLM, SOURCES, Result, Row, case_rows, load
 from benchmarks.record import RESULTS, device_name
 
+UPDATE_SIDES = ("ours", "TRL", "ours, half of the groups dead and beta 0")
 SMOLLM_MODEL = "SMOLLM2"
 """Stands for the path of SmolLM2's weights in a command."""
 
@@ -43,7 +44,9 @@ class Measurement:
 
     def arguments(self, *, is_quick: bool, results: Path, smollm: Path | None) -> list[str] | None:
         """The whole command, without Python itself; None where it needs weights that are not there."""
-        words = ("-m", *self.command, *(self.quick if is_quick else self.full), self.results_option, str(results))
+        # With "=": pytest takes an existing folder behind a space for a path to collect from.
+        folder = f"{self.results_option}={results}"
+        words = ("-m", *self.command, *(self.quick if is_quick else self.full), folder)
         if smollm is not None:
             return [str(smollm) if word == SMOLLM_MODEL else word for word in words]
         rest = [word for word in words if word != SMOLLM_MODEL]
@@ -92,7 +95,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         files=("update_against_trl",),
-        command=("benchmarks.update_against_trl", SMOLLM_MODEL),
+        command=("benchmarks.update_against_trl", SMOLLM_MODEL, "--only", *UPDATE_SIDES),
         quick=("--rounds", "1"),
     ),
     _generation(SMOLLM_MODEL, SMOLLM, "fp32"),
@@ -115,15 +118,15 @@ def smollm_weights() -> Path | None:
 
 def comparison(committed: Path, measured: Path) -> str:
     """A line for every row of the tables: its ratio as committed, and as measured now."""
-    tables = [(source.name, source.rows) for source in SOURCES]
+    tables: list[tuple[str, Callable[[Result], list[Row]]]] = [(source.name, source.rows) for source in SOURCES]
     tables += [(name, case_rows) for name in OPS if name not in {source.name for source in SOURCES}]
     lines = []
     for name, rows_of in tables:
         before, now = load(committed, name), load(measured, name)
         if now is not None:
-            ratios = {row.what: row for row in rows_of(before)} if before is not None else {}
+            ratios = {row.key or row.what: row for row in rows_of(before)} if before is not None else {}
             for row in rows_of(now):
-                was = ratios.get(row.what)
+                was = ratios.get(row.key or row.what)
                 lines.append(f"{row.what}\n    committed {_text(was.ratio if was else '')}   now {_text(row.ratio)}")
     return "\n".join(lines)
 
@@ -143,11 +146,19 @@ def run_all(measurements: Sequence[Measurement], *, is_quick: bool, results: Pat
             continue
         print(f"== python {' '.join(arguments)}", flush=True)
         start = time.monotonic()
+        began_s = time.time()
         status = subprocess.run([sys.executable, *arguments], check=False).returncode
         print(f"== {time.monotonic() - start:.0f} s", flush=True)
-        if status:
-            missing.append(f"{', '.join(measurement.files)}: the command above ended with {status}")
+        folder = results / device_name(torch.device("cpu"))
+        absent = [name for name in measurement.files if not _is_newer(folder / f"{name}.json", began_s)]
+        if status or absent:
+            files = f"not written: {', '.join(absent)}" if absent else f"files: {', '.join(measurement.files)}"
+            missing.append(f"{' '.join(arguments)} ended with {status}; {files}")
     return missing
+
+
+def _is_newer(path: Path, began_s: float) -> bool:
+    return path.is_file() and path.stat().st_mtime >= began_s - 1
 
 
 def main() -> int:

@@ -27,6 +27,8 @@ class Row:
     ratio: str
     limit: str = ""
     """Share of what the machine could do."""
+    key: str = ""
+    """Tells the row from others of its file where `what` holds measured figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,11 @@ def seconds(value: float) -> str:
 
 def mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB"
+
+
+def _count(values: Sequence[float]) -> str:
+    """How many measurements a median is of."""
+    return f" (n {len(values)})" if values else ""
 
 
 def times(value: float) -> str:
@@ -79,8 +86,9 @@ def _steps(model: str) -> Callable[[Result], list[Row]]:
         return [
             Row(
                 what=f"whole GRPO step, {model}, {batch}: ours {own[5:]}, TRL {PEER_NAMES[peer[4:]]}",
-                ours=seconds(sides[own]["median_s"]),
-                peer=f"TRL {result['conditions'].get('trl', '')} {seconds(sides[peer]['median_s'])}",
+                ours=f"{seconds(sides[own]['median_s'])}{_count(sides[own].get('t_step_s', ()))}",
+                peer=f"TRL {result['conditions'].get('trl', '')} {seconds(sides[peer]['median_s'])}"
+                + _count(sides[peer].get("t_step_s", ())),
                 ratio=times(ratio["median"]),
             )
             for pair, ratio in result["ratios"].items()
@@ -98,7 +106,7 @@ def _is_fair(own: str, peer: str) -> bool:
 
 BF16_PEERS = ("default", "bf16", "vllm")
 PEER_NAMES = {
-    "default": "as it comes (bf16 autocast, gradient checkpointing)",
+    "default": "bf16 autocast, gradient checkpointing (its defaults)",
     "fp32": "fp32",
     "bf16": "bf16 autocast, no checkpointing",
     "checkpointing": "fp32, gradient checkpointing",
@@ -130,20 +138,29 @@ def _learning(result: Result) -> list[Row]:
     shown = {side: summary[f"{side}_seconds_to_target"] for side in ("ours", "trl")}
     text = {side: "not reached" if value is None else seconds(value) for side, value in shown.items()}
     ratio = summary["seconds_ratio"]
+    whole = {side: curve[-1]["seconds"] for side, curve in result["curves"].items()}
     return [
         Row(
-            what=f"seconds of training to {100 * summary['target_accuracy']:.0f} % held-out, embedded model",
+            what=f"seconds of {result['curves']['ours'][-1]['step']} steps of the default run, evaluations apart",
+            ours=seconds(whole["ours"]),
+            peer=f"TRL {seconds(whole['trl'])}",
+            ratio=times(whole["trl"] / whole["ours"]),
+        ),
+        Row(
+            what=f"of these to {100 * summary['target_accuracy']:.0f} % held-out, the first step included",
             ours=text["ours"],
             peer=f"TRL {text['trl']}",
             ratio="" if ratio is None else times(ratio),
         ),
         Row(
+            key="accuracy at equal seconds",
             what=f"held-out accuracy after {seconds(equal['budget'])} of training each, one seed",
             ours=f"{100 * equal['ours']:.1f} %",
             peer=f"TRL {100 * equal['trl']:.1f} %",
             ratio="",
         ),
         Row(
+            key="accuracy at equal tokens",
             what=f"held-out accuracy after {by_tokens['budget']:,.0f} completion tokens each, one seed",
             ours=f"{100 * by_tokens['ours']:.1f} %",
             peer=f"TRL {100 * by_tokens['trl']:.1f} %",
@@ -163,8 +180,8 @@ def _update(result: Result) -> list[Row]:
     rows = [
         Row(
             what=f"reference and update alone, {model}, 4 x 8 x 64 given tokens, processor time, {name}",
-            ours=f"{seconds(cpu('ours'))}, {mebibytes(sides['ours']['peak_bytes'])}",
-            peer=f"{seconds(cpu(name))}, {mebibytes(sides[name]['peak_bytes'])}",
+            ours=f"{seconds(cpu('ours'))}{_count(sides['ours']['cpu_s'])}, {mebibytes(sides['ours']['peak_bytes'])}",
+            peer=f"{seconds(cpu(name))}{_count(sides[name]['cpu_s'])}, {mebibytes(sides[name]['peak_bytes'])}",
             ratio=times(cpu(name) / cpu("ours")),
         )
         for name in sides
@@ -190,8 +207,8 @@ def _generation(model: str) -> Callable[[Result], list[Row]]:
         return [
             Row(
                 what=f"generation, {model}, 64 sequences of unlike lengths, {how}",
-                ours=seconds(ours),
-                peer=f"Hugging Face `generate` {seconds(peer)}",
+                ours=f"{seconds(ours)}{_count(result['ours_s'])}",
+                peer=f"Hugging Face `generate` {seconds(peer)}{_count(result['hf_s'])}",
                 ratio=times(result["ratio_median"]),
             )
         ]
@@ -208,15 +225,20 @@ def case_rows(result: Result, *, only: Callable[[Mapping[str, Any]], bool] = lam
         measured = [row for row in case["rows"] if row["median_s"] is not None and not row["is_floor"]]
         ours = next((row for row in measured if row["is_ours"]), None)
         peers = [row for row in measured if not row["is_ours"]]
-        if ours is None or not peers:
+        conditions = ", ".join(f"{key} {value}" for key, value in case["conditions"].items() if "MiB" not in key)
+        what = f"`{result['name'].removesuffix('_full')}` {conditions}"
+        if ours is None:
+            continue
+        if not peers:  # all failed: out of memory, say
+            limit = "" if ours["frac_floor"] is None else f"{100 * ours['frac_floor']:.0f} %"
+            rows.append(Row(what=what, ours=_measured(ours), peer="none ran", ratio="", limit=limit))
             continue
         base = next((row for row in peers if row["name"] == case["baseline"]), peers[0])
         best = min(peers, key=lambda row: row["median_s"])
         shown = [base] if best is base else [base, best]
-        conditions = ", ".join(f"{key} {value}" for key, value in case["conditions"].items() if "MiB" not in key)
         rows.append(
             Row(
-                what=f"`{result['name'].removesuffix('_full')}` {conditions}",
+                what=what,
                 ours=_measured(ours),
                 peer="; ".join(f"{row['name']} {_measured(row)}" for row in shown),
                 ratio="; ".join(times(row["median_s"] / ours["median_s"]) for row in shown),
@@ -235,7 +257,7 @@ def _measured(row: Mapping[str, Any]) -> str:
 
 
 def _is_headline(conditions: Mapping[str, Any]) -> bool:
-    return conditions["dtype"] == "float32" and (conditions["T"], conditions["f"]) in ((2048, 1.0), (512, 0.5))
+    return conditions["dtype"] == "float32" and conditions["f"] == 1.0
 
 
 SOURCES = (

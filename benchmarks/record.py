@@ -19,7 +19,8 @@ def device_name(device: torch.device) -> str:
     """A folder name for the device: "cpu-x86_64-2-cores", "nvidia-gb10"."""
     if device.type == "cuda":
         return re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
-    return f"cpu-{platform.machine()}-{len(os.sched_getaffinity(0))}-cores"
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu-{platform.machine()}-{num_cores}-cores"
 
 
 def facts_of(name: str, device: torch.device) -> dict[str, object]:

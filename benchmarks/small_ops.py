@@ -163,14 +163,14 @@ def _operands(op: str, sizes: dict[str, int], dtype: torch.dtype, device: torch.
     )
 
 
-def _implementations(op: SmallOp, *, has_compile: bool) -> list[Implementation]:
+def _implementations(op: SmallOp, device: torch.device, *, has_compile: bool) -> list[Implementation]:
     rows = [
         Implementation(name="ours", make=partial(differentiated, function=op.ours), is_ours=True),
         Implementation(name="eager", make=partial(differentiated, function=op.eager)),
     ]
     if has_compile:
         rows.append(Implementation(name="torch.compile", make=partial(compiled, function=op.eager)))
-    if has_compile and op.liger is not None:
+    if has_compile and op.liger is not None and device.type == "cuda":
         rows.append(Implementation(name="Liger", make=partial(differentiated, function=op.liger)))
     return rows
 
@@ -184,7 +184,7 @@ def small_comparison(
     *,
     has_compile: bool,
 ) -> Comparison:
-    """`sizes`: T with D, F, (H, E) or V, as the op needs. `has_compile` adds the compiler and Liger (Triton: CUDA)."""
+    """`sizes`: T with D, F, (H, E) or V, as the op needs. `has_compile` adds torch.compile and, on CUDA, Liger (Triton)."""
     spec = SMALL_OPS[op]
     inputs, dy = _operands(op, sizes, dtype, device)
     for x in inputs[: len(spec.grad_names)]:
@@ -204,7 +204,7 @@ def small_comparison(
         truths={"op": truth},
         bounds=bounds,
         peer_bounds={name: 0.1 for name in bounds},
-        implementations=_implementations(spec, has_compile=has_compile),
+        implementations=_implementations(spec, device, has_compile=has_compile),
         num_bytes=spec.passes * largest_bytes,
         copy_gbps=copy_gbps,
     )

@@ -16,7 +16,6 @@ kept: on a machine that others load the latter still compares.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.record import RESULTS, write_result
 from benchmarks.trl_peer import PeerOptions, TrlPeer
+from sparkgrpo.profiling.memory import peak_bytes
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.trainer.batching import TrainBatch
 from sparkgrpo.trainer.budget import plan_training
@@ -89,17 +89,12 @@ def update_once(updater: Updater, batch: TrainBatch) -> None:
     updater.clock.end_step()
 
 
-def resident_bytes() -> int:
-    """Largest resident size of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def run_side(name: str, folder: str, rounds: int) -> None:
     """One side in this process; prints its result as the last line."""
     values = dict(SIDES[name])
     if name.startswith("TRL"):
         import trl  # noqa: F401  libraries do not count as the model's
-    before = resident_bytes()
+    before = peak_bytes(torch.device("cpu"))
     if name.startswith("TRL"):
         config, tokenizer = config_of(4), AutoTokenizer.from_pretrained(folder)
         batch = batch_of(tokenizer, config, num_valid=len(tokenizer))
@@ -125,7 +120,7 @@ def run_side(name: str, folder: str, rounds: int) -> None:
         run()
         wall_s.append(time.perf_counter() - start_s)
         cpu_s.append(time.process_time() - start_cpu_s)
-    peak = resident_bytes()
+    peak = peak_bytes(torch.device("cpu"))
     result = {"wall_s": wall_s, "cpu_s": cpu_s, "peak_bytes": peak, "peak_beyond_libraries_bytes": peak - before}
     print(json.dumps(result), flush=True)
 

@@ -10,8 +10,9 @@ MODEL is a folder, a hub name or a GGUF file; the embedded model by default. Smo
     learn   held-out accuracy over the same steps, taking turns, completions end where the model ends them: against
             tokens, and against each side's own seconds without evaluations, which use one evaluator (embedded model)
 
-Peers are TRL as it comes (`default`: bf16 autocast, gradient checkpointing) and tuned (`PEERS`); what cannot run on a
-device says why and does not stop the others. The first step of each is warm-up.
+Peers are TRL with its default precision and checkpointing (`default`: bf16 autocast, on) and others (`PEERS`), all in
+micro-batches of its default size; objective and batch are ours. What cannot run on a device says why and does not stop
+the others. The first step of each is warm-up, but in `learn`, whose seconds are all that training took.
 """
 
 import argparse
@@ -107,7 +108,8 @@ def take_turns(names: list[str], folder: str, config: Config, num_steps: int) ->
     sides = {name: side_of(name, folder, config, num_steps + 1) for name in names}
     steps: dict[str, list[PeerStep]] = {name: [] for name in names}
     for number in range(num_steps + 1):
-        for name, side in sides.items():
+        # Every other round the other way round: nobody always follows the same one.
+        for name, side in list(sides.items())[:: -1 if number % 2 else 1]:
             step = side.step()
             print(f"{'warm-up' if number == 0 else number}: {name} {step.seconds['t_step']:.2f} s", flush=True)
             if number:
@@ -116,11 +118,15 @@ def take_turns(names: list[str], folder: str, config: Config, num_steps: int) ->
 
 
 def most_memory(name: str, folder: str, config: Config, num_steps: int) -> dict[str, object]:
-    """Peak bytes of this process over steps of one side: the allocator's on CUDA, else the resident size."""
+    """Peak bytes of this process over steps of one side: the allocator's on CUDA, else the resident size.
+
+    Two steps at least: the optimiser's moments are made at the end of the first.
+    """
     if name.startswith("trl/"):
         import trl  # noqa: F401  libraries do not count as the model's
     device = torch.device(config.device)
     before = peak_bytes(device)
+    num_steps = max(2, num_steps)
     side = side_of(name, folder, config, num_steps)
     for _ in range(num_steps):
         side.step()
@@ -238,7 +244,9 @@ def run_here(options: argparse.Namespace) -> None:
     options.output.write_text(json.dumps(found))
 
 
-def run_parts(options: argparse.Namespace, folder: str) -> None:
+def run_parts(options: argparse.Namespace, folder: str) -> list[str]:
+    """Measures and writes; returns the sides that could not run."""
+    failed: list[str] = []
     config, model = shape_of(options), Path(options.model).stem
     ours, peers = [f"ours/{kind}" for kind in options.ours], [f"trl/{kind}" for kind in options.peers]
     batch = f"{config.prompts_per_step} prompts x {config.group_size} completions x {config.max_new_tokens} tokens"
@@ -269,6 +277,8 @@ def run_parts(options: argparse.Namespace, folder: str) -> None:
         path = write_result(name, torch.device(options.device), content, folder=options.results)
         shown = result["summary"] if part == "learn" else {k: result[k] for k in ("ratios", "cannot_run")}
         print(f"{part}: {json.dumps(shown, indent=1)}\nwritten to {path}", flush=True)
+        failed += result.get("cannot_run", {})
+    return failed
 
 
 def main() -> None:
@@ -280,7 +290,8 @@ def main() -> None:
         sys.exit("TRL is not installed here: pip install -e '.[trl]', or python install.py trl")
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), load_model(model_source(options.model), dtype=torch.float32, device="cpu"))
-        run_parts(options, folder)
+        if failed := run_parts(options, folder):
+            sys.exit(f"could not run: {', '.join(failed)}; the reasons stand above and in the result file")
 
 
 if __name__ == "__main__":

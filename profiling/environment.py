@@ -58,6 +58,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
+DERIVED = ("benchmarks/results", "docs", "*.md")
+
+
 def git_state(source_file: Path) -> dict[str, object] | None:
     """Commit of the checkout that tracks ``source_file``, whether it has changes, and their hash; None outside one.
 
@@ -66,7 +69,10 @@ def git_state(source_file: Path) -> dict[str, object] | None:
     if _git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
         return None
     commit = _git(source_file.parent, "rev-parse", "HEAD")
-    diff = _git(source_file.parent, "diff", "--no-ext-diff", "HEAD")
+    # Results and the documents made from them do not change what is measured: a run's first file would mark the rest.
+    diff = _git(
+        source_file.parent, "diff", "--no-ext-diff", "HEAD", "--", ":/", *(f":(top,exclude){p}" for p in DERIVED)
+    )
     if commit is None or diff is None:
         return None
     diff_sha256 = hashlib.sha256(diff.encode()).hexdigest() if diff else None

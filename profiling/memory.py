@@ -144,9 +144,14 @@ def usable_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory so far: the allocator's on CUDA, the process's resident set on the CPU."""
+    """Most memory so far: the allocator's on CUDA, the process's resident set on the CPU.
+
+    `ru_maxrss` alone would not do on Linux: a process inherits it through exec from the one that started it.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if (own := meminfo_bytes("VmHWM", STATUS)) is not None:
+        return own
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -133,7 +133,7 @@ def now(device: torch.device) -> Instant:
     if device.type != "cuda":
         return time.perf_counter_ns()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

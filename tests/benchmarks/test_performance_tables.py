@@ -116,6 +116,7 @@ def test_every_plot_is_xml_and_holds_its_figures(tmp_path: Path) -> None:
     assert ">4 s</text>" in plots["step_embedded.svg"] and "completions 1.00" in plots["scaling_update.svg"]
     numbers = numbers_part(tmp_path, "box")
     assert "not reached" in numbers and "| 30.0 % | TRL 25.0 % |" in numbers
+    assert "seconds of" in numbers and "| **1x** |" in numbers
 
 
 def test_a_gain_of_precision_is_not_shown_as_ours(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_gain_of_precision_is_not_shown_as_ours(tmp_path: Path) -> None:
     }
     keep(tmp_path, "versus_trl_step_embedded", content)
     rows = [line for line in numbers_part(tmp_path, "box").splitlines() if "whole GRPO step" in line]
-    assert len(rows) == 2 and "ours fp32, TRL fp32" in rows[0] and "ours bf16, TRL as it comes" in rows[1]
+    assert len(rows) == 2 and "ours fp32, TRL fp32" in rows[0] and "ours bf16, TRL bf16 autocast" in rows[1]
 
 
 def test_exponent_is_the_slope_of_the_upper_half() -> None:

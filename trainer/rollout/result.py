@@ -60,7 +60,7 @@ class RolloutStats:
     graph_coverage: float | None
     """Decode steps that replayed a captured graph / all; None where there are no graphs (a CPU)."""
     t_capture_s: float
-    """Inside t_decode_s: making graphs."""
+    """Making graphs, while decoding; on the host's clock, so that on a GPU it can pass t_decode_s."""
 
     @property
     def decode_gbps(self) -> float | None:
