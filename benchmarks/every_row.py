@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.draw_performance import DEVICE
 from benchmarks.performance_tables import OPS, SMOLLM, SOURCES, Result, Row, case_rows, load
 from benchmarks.record import RESULTS, device_name
 
@@ -173,6 +174,8 @@ def main() -> int:
         device = device_name(torch.device("cpu"))
         if results != RESULTS:
             print(comparison(RESULTS / device, results / device))
+        elif device != DEVICE:
+            print(f"the documents show {DEVICE}; python -m benchmarks.draw_performance --device {device} shows these")
         print(f"{(time.monotonic() - start) / 60:.0f} minutes", *(f"NOT MEASURED {line}" for line in missing), sep="\n")
     return 1 if missing else 0
 

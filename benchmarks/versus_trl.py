@@ -277,7 +277,8 @@ def run_parts(options: argparse.Namespace, folder: str) -> list[str]:
         path = write_result(name, torch.device(options.device), content, folder=options.results)
         shown = result["summary"] if part == "learn" else {k: result[k] for k in ("ratios", "cannot_run")}
         print(f"{part}: {json.dumps(shown, indent=1)}\nwritten to {path}", flush=True)
-        failed += result.get("cannot_run", {})
+        missing = result.get("cannot_run")
+        failed += missing if isinstance(missing, dict) else []
     return failed
 
 
