@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.performance_tables import SMOLLM, Result, load, parts_of, with_parts
+from benchmarks.performance_tables import SMOLLM, load, parts_of, with_parts
 from benchmarks.record import RESULTS
 from benchmarks.svg_chart import Line, bar_chart, line_chart
+from benchmarks.table_rows import Result
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (Path("README.md"), Path("docs/performance.md"))

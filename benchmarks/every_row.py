@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.draw_performance import DEVICE
-from benchmarks.performance_tables import OPS, SMOLLM, SOURCES, Result, Row, case_rows, load
+from benchmarks.performance_tables import OPS, SMOLLM, SOURCES, load
 from benchmarks.record import RESULTS, device_name
+from benchmarks.table_rows import Result, Row, case_rows
 
 UPDATE_SIDES = ("ours", "TRL", "ours, half of the groups dead and beta 0")
 SMOLLM_MODEL = "SMOLLM2"

@@ -184,7 +184,7 @@ def small_comparison(
     *,
     has_compile: bool,
 ) -> Comparison:
-    """`sizes`: T with D, F, (H, E) or V, as the op needs. `has_compile` adds torch.compile and, on CUDA, Liger (Triton)."""
+    """`sizes`: T with D, F, (H, E) or V, as the op needs. `has_compile` adds torch.compile and, on CUDA, Liger."""
     spec = SMALL_OPS[op]
     inputs, dy = _operands(op, sizes, dtype, device)
     for x in inputs[: len(spec.grad_names)]:

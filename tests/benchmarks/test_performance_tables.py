@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.draw_performance import DEVICE, documents, plots_of
-from benchmarks.performance_tables import SOURCES, gpu_part, numbers_part, parts_of, seconds, times, with_parts
+from benchmarks.performance_tables import SOURCES, gpu_part, numbers_part, parts_of, with_parts
 from benchmarks.record import RESULTS
 from benchmarks.scaling import exponent
 from benchmarks.svg_chart import Line, line_chart, log_ticks, nice_ticks
+from benchmarks.table_rows import seconds, times
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = {
@@ -58,7 +59,9 @@ def test_update_rows_are_ratios_of_processor_time(tmp_path: Path) -> None:
     sides = {"ours": side(2.0), "ours, half of the groups dead and beta 0": side(0.5), "TRL": side(7.0)}
     keep(tmp_path, "update_against_trl", {"conditions": {"model": "m"}, "sides": sides})
     text = numbers_part(tmp_path, "box")
-    assert "| 2 s, 1,024 MiB | 7 s, 1,024 MiB | **3.5x** |" in text and "| 0.5 s | ours 2 s | **4x** |" in text
+    assert (
+        "| 2 s (n 2), 1,024 MiB | 7 s (n 2), 1,024 MiB | **3.5x** |" in text and "| 0.5 s | ours 2 s | **4x** |" in text
+    )
 
 
 def test_gpu_figures_appear_with_the_first_gpu(tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_every_plot_is_xml_and_holds_its_figures(tmp_path: Path) -> None:
     side = {"split_s": {"t_gen": 1.0, "t_ref": 0.5, "t_train": 2.0, "t_opt": 0.1, "t_step": 4.0}, "median_s": 4.0}
     conditions = {"batch": "2 x 2, beta 0", "model": "<m&m>"}
     keep(tmp_path, "versus_trl_step_embedded", {"conditions": conditions, "sides": {"ours/fp32": side}, "ratios": {}})
-    points = [{"seconds": s, "tokens": 1000 * s, "accuracy": s / 10} for s in range(4)]
+    points = [{"step": s, "seconds": s, "tokens": 1000 * s, "accuracy": s / 10} for s in range(4)]
     summary = {
         "target_accuracy": 0.3,
         "seconds_ratio": None,

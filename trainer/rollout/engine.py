@@ -16,13 +16,13 @@ from typing import Literal
 import torch
 
 from sparkgrpo.kernels.sampling import INVALID, Filters, result_uniforms
-from sparkgrpo.profiling.phases import now, seconds_between
+from sparkgrpo.profiling.phases import Instant, now, seconds_between
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.rollout.cache import Cache
 from sparkgrpo.trainer.rollout.decode_loop import Meter, decode_exactly, decode_in_buckets
 from sparkgrpo.trainer.rollout.graphs import Capture, EagerRunner, GraphRunner, Runner, cuda_capture
 from sparkgrpo.trainer.rollout.grouped_cache import GroupedCache
-from sparkgrpo.trainer.rollout.paged_cache import PagedCache
+from sparkgrpo.trainer.rollout.paged_cache import PagedCache, page_bytes
 from sparkgrpo.trainer.rollout.pages import PAGE_TOKENS, split_into_waves
 from sparkgrpo.trainer.rollout.prefill import prefill
 from sparkgrpo.trainer.rollout.result import Rollout, RolloutStats, Sampling
@@ -149,11 +149,7 @@ class RolloutEngine:
         for wave in waves:
             wave_prompts, wave_streams = [prompts[n] for n in wave], [streams[n] for n in wave]
             self._begin(state, wave_prompts, wave_streams, G, sampling, key)
-            begin = now(device)
-            self._prefill(state, wave_prompts, G, sampling)
-            filled = now(device)
-            self._decode(state, runner, len(wave) * G, sampling, meter)
-            done = now(device)
+            begin, filled, done = self._run_wave(state, runner, wave_prompts, G, sampling, meter)
             pieces.append(_packed_results(state, len(wave) * G))
             length_NG = pieces[-1][2].view(-1, G).cpu()  # waits for the device, which has passed the three instants
             meter.t_prefill_s += seconds_between(begin, filled)
@@ -357,6 +353,22 @@ class RolloutEngine:
         state.eos_ids_8.fill_(-1)
         state.eos_ids_8[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int32, device=device)
 
+    def _run_wave(
+        self,
+        state: DecodeState,
+        runner: Runner,
+        prompts: list[Sequence[int]],
+        G: int,
+        sampling: Sampling,
+        meter: Meter,
+    ) -> tuple[Instant, Instant, Instant]:
+        """Prefill and decode; the instants before, between and behind them, on the device's clock."""
+        begin = now(self.model.device)
+        self._prefill(state, prompts, G, sampling)
+        filled = now(self.model.device)
+        self._decode(state, runner, len(prompts) * G, sampling, meter)
+        return begin, filled, now(self.model.device)
+
     def _prefill(self, state: DecodeState, prompts: list[Sequence[int]], G: int, sampling: Sampling) -> None:
         """Every prompt once, then the first token of every row."""
         state.cache.begin([len(p) for p in prompts], G, sampling.max_new_tokens)
@@ -378,13 +390,6 @@ def _filters(sampling: Sampling, device: torch.device) -> Filters | None:
         return None
     top_k_1 = torch.tensor([sampling.top_k], dtype=torch.int32, device=device)
     return Filters(top_k_1, *(torch.tensor([p], device=device) for p in (sampling.top_p, sampling.min_p)))
-
-
-def page_bytes(model: Decoder) -> int:
-    """One page of 16 tokens, keys and values, in all layers."""
-    shape = model.config
-    token_numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width
-    return PAGE_TOKENS * token_numbers * model.dtype.itemsize
 
 
 def _packed_results(state: DecodeState, num_rows: int) -> tuple[torch.Tensor, ...]:

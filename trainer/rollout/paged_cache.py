@@ -14,7 +14,7 @@ import torch
 from sparkgrpo.kernels.kv_cache import PAGE_TOKENS, copy_pages, rotate_and_write, write_pages
 from sparkgrpo.kernels.paged_attention import AttentionScratch, paged_attention
 from sparkgrpo.kernels.prefix_attention import TreeLayout
-from sparkgrpo.trainer.model.decoder import DecoderConfig, Rope
+from sparkgrpo.trainer.model.decoder import Decoder, DecoderConfig, Rope
 from sparkgrpo.trainer.rollout.pages import PagePool, WavePlan, plan_wave
 
 
@@ -121,3 +121,10 @@ class PagedCache:
         """By name, what a decode step reads and writes."""
         scratch = {"top_P": self.scratch.top_P, "total_P": self.scratch.total_P, "acc_PE": self.scratch.acc_PE}
         return {"k_pages": self.k_pages, "v_pages": self.v_pages, "block_table_BM": self.block_table_BM} | scratch
+
+
+def page_bytes(model: Decoder) -> int:
+    """One page of 16 tokens, keys and values, in all layers."""
+    shape = model.config
+    token_numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_width
+    return PAGE_TOKENS * token_numbers * model.dtype.itemsize

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparkgrpo.trainer.model.decoder import Decoder
-from sparkgrpo.trainer.rollout.engine import RolloutEngine, page_bytes
+from sparkgrpo.trainer.rollout.engine import RolloutEngine
+from sparkgrpo.trainer.rollout.paged_cache import page_bytes
 from sparkgrpo.trainer.rollout.pages import pages_needed
 from sparkgrpo.trainer.rollout.result import Rollout, Sampling
 
