@@ -1,4 +1,4 @@
-"""Going on with a run: what a checkpoint puts back beside the weights."""
+"""Going on with a run: whether it may, and what a checkpoint puts back beside the weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +11,29 @@ from sparkgrpo.trainer.checkpoint import (
     restore_reference,
     weights_sha256,
 )
-from sparkgrpo.trainer.config import UserError
+from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.loop import GrpoLoop
 from sparkgrpo.trainer.model.weights import LoadedModel
 from sparkgrpo.trainer.runlog import read_run
+
+
+def check_steps_left(config: Config, checkpoint: Path) -> None:
+    """`UserError` for a run that has nothing left to do; asked before anything is loaded, and nothing is written.
+
+    A run that did its steps and did not end may still do so: one that was stopped before its evaluation, where --steps
+    now says that no step is left, and one that died between its last checkpoint and its end.
+    """
+    progress, run = read_progress(checkpoint), read_run(Path(config.resume))
+    recorded = run.get("config")
+    planned = recorded.get("steps") if isinstance(recorded, Mapping) else None
+    is_unevaluated = run.get("status") == "stopped" and progress.eval_step != progress.step
+    is_open = run.get("status") != "finished" and (config.steps == planned or is_unevaluated)
+    if config.steps > progress.step or (config.steps == progress.step and is_open):
+        return
+    raise UserError(
+        f"steps: expected more than the steps that {config.resume} has done, got {config.steps}; it is at step "
+        f"{progress.step} of {planned}: a larger number goes on, such as --steps {2 * progress.step}"
+    )
 
 
 def restore(loop: GrpoLoop, loaded: LoadedModel, checkpoint: Path) -> Progress:

@@ -33,7 +33,7 @@ from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.readers import Readers, report_of
 from sparkgrpo.trainer.reference import frozen_copy
-from sparkgrpo.trainer.resume import restore
+from sparkgrpo.trainer.resume import check_steps_left, restore
 from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
@@ -87,6 +87,8 @@ def _train(
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
     checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
+    if checkpoint is not None:
+        check_steps_left(config, checkpoint)
     # Under LoRA a checkpoint holds the adapters alone.
     source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
     view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
