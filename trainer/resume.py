@@ -1,5 +1,6 @@
 """Going on with a run: whether it may, and what a checkpoint puts back beside the weights."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sparkgrpo.trainer.checkpoint import (
     weights_sha256,
 )
 from sparkgrpo.trainer.config import Config, UserError
+from sparkgrpo.trainer.dashboard import number
 from sparkgrpo.trainer.loop import GrpoLoop
 from sparkgrpo.trainer.model.weights import LoadedModel
 from sparkgrpo.trainer.runlog import read_run
@@ -36,14 +38,36 @@ def check_steps_left(config: Config, checkpoint: Path) -> None:
     )
 
 
+def seconds_before(run_dir: Path) -> float:
+    """Seconds that earlier sessions of a run took, as far as run.json knows; 0 where it says nothing."""
+    return number(read_run(run_dir).get("wall_s")) or 0.0
+
+
+def heldout_sha256(loop: GrpoLoop) -> str:
+    """Hash of the identities of the held-out problems, in order: what run.json keeps as eval_sha256."""
+    return hashlib.sha256("\n".join(problem.identity for problem in loop.heldout).encode()).hexdigest()
+
+
+def _check_heldout(loop: GrpoLoop, run_dir: Path) -> None:
+    """Accuracies before and after belong to the same problems: `UserError` where the task now holds out others."""
+    recorded = read_run(run_dir).get("eval_sha256")
+    if recorded is not None and recorded != heldout_sha256(loop):
+        raise UserError(
+            f"task: expected the held-out problems that {run_dir} was evaluated on, got others; put the data of that "
+            "time back to go on, or start a new run"
+        )
+
+
 def restore(loop: GrpoLoop, loaded: LoadedModel, checkpoint: Path) -> Progress:
     """Fill a new loop in place with everything beside the weights, which were loaded from the checkpoint already.
 
     Under LoRA the base was loaded, and the adapters are filled here.
 
     Raises:
-        UserError: Something is missing or damaged, or a base that is not the one the adapters were trained on.
+        UserError: Something is missing or damaged, a base that is not the one the adapters were trained on, held-out
+            problems that are not those of the run's evaluations.
     """
+    _check_heldout(loop, checkpoint.parents[1])
     updater, progress = loop.updater, read_progress(checkpoint)
     if loop.lora is not None:
         _check_base(loaded, checkpoint.parents[1])

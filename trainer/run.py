@@ -33,7 +33,7 @@ from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.readers import Readers, report_of
 from sparkgrpo.trainer.reference import frozen_copy
-from sparkgrpo.trainer.resume import check_steps_left, restore
+from sparkgrpo.trainer.resume import check_steps_left, restore, seconds_before
 from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
@@ -89,6 +89,7 @@ def _train(
     checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
     if checkpoint is not None:
         check_steps_left(config, checkpoint)
+        start -= seconds_before(Path(config.resume))
     # Under LoRA a checkpoint holds the adapters alone.
     source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
     view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
@@ -118,6 +119,7 @@ def _train(
             readers=readers,
             progress=progress,
             instruments=instruments,
+            begun_s=start,
         )
         run.begin(model_name)
         missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
@@ -130,7 +132,7 @@ def _train(
             steps=progress.step,
             eval_before=progress.eval_before,
             eval_after=progress.eval_after if progress.eval_step == progress.step else None,
-            wall_s=time.monotonic() - start,
+            wall_s=run.wall_s,
             is_stopped=is_stopped,
             is_out_of_memory=run.is_out_of_memory,
         )

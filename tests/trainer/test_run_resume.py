@@ -125,6 +125,41 @@ def test_a_run_that_died_before_its_end_is_ended(configured: Make, record: Make,
         one.resume()
 
 
+def test_seconds_add_up_over_sessions(configured: Make, record: Make, tmp_path: Path) -> None:
+    """Also over one that was killed: up to its last checkpoint."""
+    seen: list[object] = []
+    folder = tmp_path / "one"
+    one = record(folder, lambda step: seen.append(read_run(folder).get("wall_s")))
+    one.train(configured(folder, steps=2, checkpoint_every=1, beta=0.0))
+    first, ended = one.result.wall_s, read_run(folder)
+    assert isinstance(seen[-1], float) and 0 < seen[-1] < first == ended["wall_s"]
+    (folder / "run.json").write_text(json.dumps(ended | {"wall_s": 1000.0}))
+    one.resume(steps=3)
+    assert 1000 < one.result.wall_s < 1100 and read_run(folder)["wall_s"] == one.result.wall_s
+
+
+def test_other_heldout_problems_are_refused_before_anything_is_written(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A changed data file would put the accuracy on some problems beside that on others."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"What is {n} and {n}?", "answer": f"{2 * n}"}) for n in range(12)]
+    Path("train.jsonl").write_text("\n".join(rows[:8]))
+    Path("test.jsonl").write_text("\n".join(rows[8:]))
+    options = (
+        "--device cpu --run-dir r --steps 1 --task rows --data train.jsonl --prompt-column question --answer-column "
+        "answer --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-problems 3"
+    )
+    assert cli.main(["train", "--model", str(tiny_folder), *options.split()]) == 0
+    before = content_of(Path("r"))
+    Path("test.jsonl").write_text("\n".join(rows[8:]).replace("What is", "How much is"))
+    assert cli.main(["train", "--resume", "r", "--steps", "2"]) == 2
+    message = "task: expected the held-out problems that r was evaluated on, got others; put the data of that time back"
+    assert message in capsys.readouterr().err and content_of(Path("r")) == before
+    Path("test.jsonl").write_text("\n".join(rows[8:]))
+    assert cli.main(["train", "--resume", "r", "--steps", "2"]) == 0
+
+
 def stop_at(step: int, signum: int = signal.SIGINT) -> Callable[[int], None]:
     return lambda now: os.kill(os.getpid(), signum) if now == step else None
 
