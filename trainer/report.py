@@ -3,6 +3,7 @@
 It needs no network and no server, and holds nothing that could be run but its own script. `page/` has the parts.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ def write_page(output: Path, text: str) -> Path:
         os.replace(temporary, output)
     except OSError as error:
         raise UserError(f"{output}: cannot write ({error.strerror}); choose another file with -o") from None
+    finally:
+        with contextlib.suppress(OSError):  # a page that did not get to its place leaves nothing beside it
+            temporary.unlink(missing_ok=True)
     return output
 
 

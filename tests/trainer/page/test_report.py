@@ -116,6 +116,10 @@ def test_the_command_writes_in_one_piece(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.html"]
     assert main(["report", str(folder), "-o", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot write (No such file or directory)" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main(["report", str(folder), "-o", str(tmp_path / "folder")]) == 2
+    assert "cannot write (Is a directory)" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run", "x.html"]
 
 
 def test_thinning_keeps_spikes_ends_and_order() -> None:
