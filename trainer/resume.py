@@ -1,12 +1,14 @@
 """Going on with a run: whether it may, and what a checkpoint puts back beside the weights."""
 
 import hashlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from sparkgrpo.trainer.checkpoint import (
     REFERENCE_FILE,
     Progress,
+    latest_checkpoint,
     read_progress,
     restore_optimiser,
     restore_reference,
@@ -19,13 +21,29 @@ from sparkgrpo.trainer.model.weights import LoadedModel
 from sparkgrpo.trainer.runlog import read_run
 
 
-def check_steps_left(config: Config, checkpoint: Path) -> None:
+def starting_point(config: Config) -> tuple[Path | None, float]:
+    """Where a run starts: its checkpoint, None for a new one, and when it began by the monotonic clock, in seconds.
+
+    A run that goes on began earlier, by the time that its run.json knows it to have taken.
+
+    Raises:
+        UserError: `config.resume` names no run, one without a checkpoint, or one that has nothing left to do.
+    """
+    now = time.monotonic()
+    if not config.resume:
+        return None, now
+    checkpoint = latest_checkpoint(Path(config.resume))
+    run = read_run(Path(config.resume))
+    _check_steps_left(config, read_progress(checkpoint), run)
+    return checkpoint, now - (number(run.get("wall_s")) or 0.0)
+
+
+def _check_steps_left(config: Config, progress: Progress, run: Mapping[str, object]) -> None:
     """`UserError` for a run that has nothing left to do; asked before anything is loaded, and nothing is written.
 
     A run that did its steps and did not end may still do so: one that was stopped before its evaluation, where --steps
     now says that no step is left, and one that died between its last checkpoint and its end.
     """
-    progress, run = read_progress(checkpoint), read_run(Path(config.resume))
     recorded = run.get("config")
     planned = recorded.get("steps") if isinstance(recorded, Mapping) else None
     is_unevaluated = run.get("status") == "stopped" and progress.eval_step != progress.step
@@ -36,11 +54,6 @@ def check_steps_left(config: Config, checkpoint: Path) -> None:
         f"steps: expected more than the steps that {config.resume} has done, got {config.steps}; it is at step "
         f"{progress.step} of {planned}: a larger number goes on, such as --steps {2 * progress.step}"
     )
-
-
-def seconds_before(run_dir: Path) -> float:
-    """Seconds that earlier sessions of a run took, as far as run.json knows; 0 where it says nothing."""
-    return number(read_run(run_dir).get("wall_s")) or 0.0
 
 
 def heldout_sha256(loop: GrpoLoop) -> str:
