@@ -13,6 +13,7 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.dashboard import duration, number, percent, short
 from sparkgrpo.trainer.diagnose import diagnose
 from sparkgrpo.trainer.diagnosis.rule import Diagnosis, Verdict
+from sparkgrpo.trainer.liveness import liveness
 from sparkgrpo.trainer.metrics import PHASES, metric_of
 from sparkgrpo.trainer.page.chart import chart_html, short_count
 from sparkgrpo.trainer.page.markup import escaped, json_script, page, sample_anchor
@@ -79,7 +80,7 @@ def _header(record: RunRecord) -> str:
         f"seed {record.config.get('seed')}",
         str(record.config.get("device", "")),
         str(record.config.get("precision", "")),
-        record.status,
+        liveness(record).status,
     ]
     return (
         f"<header><h1>{escaped(record.name)}</h1><p>{escaped(', '.join(part for part in parts if part), 400)}</p>"
