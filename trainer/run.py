@@ -10,10 +10,7 @@ from sparkgrpo.profiling.environment import describe
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
-from sparkgrpo.trainer.checkpoint import (
-    Progress,
-    newer_but_damaged,
-)
+from sparkgrpo.trainer.checkpoint import Progress, newer_but_damaged
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dashboard import RunView
 from sparkgrpo.trainer.dialogue import Dialogue
