@@ -1,6 +1,5 @@
 """A run that lives: steps, with their evaluations, checkpoints and log lines, until it ends or is asked to stop."""
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from sparkgrpo.trainer.instruments import Instruments
 from sparkgrpo.trainer.loop import GrpoLoop, StepResult
 from sparkgrpo.trainer.model.weights import LoadedModel
 from sparkgrpo.trainer.readers import Readers
+from sparkgrpo.trainer.resume import heldout_sha256
 from sparkgrpo.trainer.reward_check import MAX_UNSCORED_STEPS
 from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
@@ -35,17 +35,23 @@ class Run:
     readers: Readers
     progress: Progress
     instruments: Instruments
+    begun_s: float
+    """When it began by the monotonic clock: earlier for a run that goes on, by the time that it had taken before."""
     saved_step: int = -1
     """Step of the newest checkpoint of this process."""
     is_out_of_memory: bool = False
     """Memory fell below the floor, and the run ended for it."""
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the run took so far, over all its sessions."""
+        return time.monotonic() - self.begun_s
+
     def begin(self, model_name: str) -> None:
         """Tell the run folder and the view what runs."""
         model = self.loaded.model
         num_params = sum(p.numel() for p in model.parameters())
-        identities = "\n".join(problem.identity for problem in self.loop.heldout)
-        facts: dict[str, object] = {"eval_sha256": hashlib.sha256(identities.encode()).hexdigest()}
+        facts: dict[str, object] = {"eval_sha256": heldout_sha256(self.loop)}
         if self.progress.step == 0:
             facts["model"] = {"name": model_name, "num_params": num_params, "weights_sha256": weights_sha256(model)}
         self.log.update(facts | self.instruments.facts_before())
@@ -173,6 +179,7 @@ class Run:
             moving_reference=updater.reference if is_moving else None,
         )
         self.saved_step = progress.step
+        self.log.update({"wall_s": self.wall_s})  # a session that is killed has no other chance to leave its time
         self.log.event("checkpoint", {"step": progress.step, "path": str(path.relative_to(self.log.folder))})
 
     def _saved_all_the_same(self) -> str:

@@ -10,6 +10,7 @@ from sparkgrpo.trainer.dashboard import duration, number
 from sparkgrpo.trainer.run_reader import RunRecord
 
 MIN_SILENCE_S = 60.0
+DIED = "ended without a stop event"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -19,6 +20,8 @@ class Liveness:
 
     is_over: bool
     """No line will come any more: it ended, or its process is gone."""
+    status: str
+    """As run.json says, but that it may still say "running" of a run that died: then DIED."""
     text: str
     """Said in a few words; empty while it goes."""
 
@@ -36,16 +39,19 @@ def liveness(record: RunRecord, *, now_unix_s: float | None = None) -> Liveness:
         way_on = (
             f"; go on with: {resume_command(record)}" if record.status != "finished" and _has_checkpoint(record) else ""
         )
-        return Liveness(is_over=True, text=f"{record.status} after step {step}{why}{way_on}")
+        return Liveness(is_over=True, status=record.status, text=f"{record.status} after step {step}{why}{way_on}")
     silent_s = (time.time() if now_unix_s is None else now_unix_s) - _last_sign_unix_s(record)
     steps_s = [t for row in record.steps[-20:] if (t := number(row.get("t_step"))) is not None]
     patience_s = max(MIN_SILENCE_S, 5 * median(steps_s)) if steps_s else MIN_SILENCE_S
     if silent_s <= patience_s:
-        return Liveness(is_over=False, text="")
+        return Liveness(is_over=False, status=record.status, text="")
     if _is_alive(record):
-        return Liveness(is_over=False, text=f"no line for {duration(silent_s)}; its process is alive")
+        return Liveness(
+            is_over=False, status=record.status, text=f"no line for {duration(silent_s)}; its process is alive"
+        )
     way_on = f"resume with {resume_command(record)}" if _has_checkpoint(record) else "no checkpoint was saved"
-    return Liveness(is_over=True, text=f"ended without a stop event at step {step}; {way_on}")
+    status = DIED if record.status == "running" else record.status
+    return Liveness(is_over=True, status=status, text=f"{DIED} at step {step}; {way_on}")
 
 
 def resume_command(record: RunRecord) -> str:

@@ -3,6 +3,7 @@
 It needs no network and no server, and holds nothing that could be run but its own script. `page/` has the parts.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.dashboard import duration, number, percent, short
 from sparkgrpo.trainer.diagnose import diagnose
 from sparkgrpo.trainer.diagnosis.rule import Diagnosis, Verdict
+from sparkgrpo.trainer.liveness import liveness
 from sparkgrpo.trainer.metrics import PHASES, metric_of
 from sparkgrpo.trainer.page.chart import chart_html, short_count
 from sparkgrpo.trainer.page.markup import escaped, json_script, page, sample_anchor
@@ -37,6 +39,9 @@ def write_page(output: Path, text: str) -> Path:
         os.replace(temporary, output)
     except OSError as error:
         raise UserError(f"{output}: cannot write ({error.strerror}); choose another file with -o") from None
+    finally:
+        with contextlib.suppress(OSError):  # a page that did not get to its place leaves nothing beside it
+            temporary.unlink(missing_ok=True)
     return output
 
 
@@ -75,7 +80,7 @@ def _header(record: RunRecord) -> str:
         f"seed {record.config.get('seed')}",
         str(record.config.get("device", "")),
         str(record.config.get("precision", "")),
-        record.status,
+        liveness(record).status,
     ]
     return (
         f"<header><h1>{escaped(record.name)}</h1><p>{escaped(', '.join(part for part in parts if part), 400)}</p>"

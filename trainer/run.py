@@ -10,11 +10,7 @@ from sparkgrpo.profiling.environment import describe
 from sparkgrpo.profiling.phases import PhaseClock
 from sparkgrpo.profiling.recorder import StepRecorder
 from sparkgrpo.trainer.budget import KV_TERM, MemoryPlan, plan_evaluation, plan_training
-from sparkgrpo.trainer.checkpoint import (
-    Progress,
-    latest_checkpoint,
-    newer_but_damaged,
-)
+from sparkgrpo.trainer.checkpoint import Progress, newer_but_damaged
 from sparkgrpo.trainer.config import Config, UserError
 from sparkgrpo.trainer.dashboard import RunView
 from sparkgrpo.trainer.dialogue import Dialogue
@@ -33,7 +29,7 @@ from sparkgrpo.trainer.optim import MasterAdamW
 from sparkgrpo.trainer.problem_stream import ProblemStream
 from sparkgrpo.trainer.readers import Readers, report_of
 from sparkgrpo.trainer.reference import frozen_copy
-from sparkgrpo.trainer.resume import restore
+from sparkgrpo.trainer.resume import restore, starting_point
 from sparkgrpo.trainer.reward_check import RewardCheck
 from sparkgrpo.trainer.rollout.engine import RolloutEngine
 from sparkgrpo.trainer.rollout.state import MAX_STOP_IDS
@@ -83,10 +79,9 @@ def _train(
     view: RunView,
     recorder: StepRecorder | None,
 ) -> TrainResult:
-    start = time.monotonic()
+    checkpoint, begun_s = starting_point(config)
     device = _set_up(config)
     model_name, _ = choose_model(config, device)
-    checkpoint = latest_checkpoint(Path(config.resume)) if config.resume else None
     # Under LoRA a checkpoint holds the adapters alone.
     source = model_source(model_name) if checkpoint is None or config.lora_rank else str(checkpoint)
     view.note(checked_budget(config, source, DTYPES[choose_precision(config.precision, device)], device))
@@ -116,24 +111,24 @@ def _train(
             readers=readers,
             progress=progress,
             instruments=instruments,
+            begun_s=begun_s,
         )
         run.begin(model_name)
         missing = len(heldout_problems(loop.task, config)) - len(loop.heldout)
         for note in (*loaded.notes, *_heldout_notes(missing), *opening.notes):
             view.note(note)
         run.train(is_asked_to_stop)
-        is_stopped = progress.step < config.steps
         result = TrainResult(
             run_dir=str(log.folder),
             steps=progress.step,
             eval_before=progress.eval_before,
             eval_after=progress.eval_after if progress.eval_step == progress.step else None,
-            wall_s=time.monotonic() - start,
-            is_stopped=is_stopped,
+            wall_s=run.wall_s,
+            is_stopped=progress.step < config.steps,
             is_out_of_memory=run.is_out_of_memory,
         )
         facts = {key: getattr(result, key) for key in ("steps", "eval_before", "eval_after", "wall_s")}
-        log.finish("stopped" if is_stopped else "finished", facts | instruments.facts_after(run.warn))
+        log.finish("stopped" if result.is_stopped else "finished", facts | instruments.facts_after(run.warn))
     report_of(log, view)
     return result
 

@@ -11,6 +11,7 @@ ASCII only: what a model wrote cannot reach the terminal of whoever prints the f
 metrics.jsonl, which is never replaced and which the system releases when the process dies.
 """
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -116,6 +117,9 @@ class RunLog:
             os.replace(temporary, path)
         except OSError as error:
             raise _unwritable(path, error) from None
+        finally:
+            with contextlib.suppress(OSError):  # half a file takes room that the logs may need
+                temporary.unlink(missing_ok=True)
 
     def metrics(self, line: Mapping[str, object]) -> None:
         """Append the line of a step (keys: `metrics.METRICS`); num_nonfinite is added, always."""

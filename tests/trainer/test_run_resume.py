@@ -12,6 +12,7 @@ import pytest
 
 from sparkgrpo.trainer import cli
 from sparkgrpo.trainer.checkpoint import checkpoints
+from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.loop import StepResult
 from sparkgrpo.trainer.metrics import PHASES
 from sparkgrpo.trainer.runlog import RunLog, read_run
@@ -88,13 +89,75 @@ def test_counters_go_on(configured: Make, record: Make, tmp_path: Path) -> None:
     assert [(row["skipped_steps"], row.get("reason/rare")) for row in one.rows("metrics")] == [(0, None), (5, 0.0)]
 
 
-def test_resume_of_a_finished_run_does_nothing_twice(six: Any, configured: Make, record: Make, tmp_path: Path) -> None:
-    one = record(tmp_path / "one").train(configured(tmp_path / "one", steps=1, eval_every=0, beta=0.0))
-    before = one.result
-    assert before is not None and not (one.folder / "checkpoints" / "reference").exists()
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_with_no_step_left_is_refused_and_stays_as_it_is(
+    configured: Make, record: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished run, and one that was stopped and evaluated; they go on with more steps."""
+    one = record(tmp_path / "one").train(configured(tmp_path / "one", steps=2, eval_every=0, beta=0.0))
+    assert not (one.folder / "checkpoints" / "reference").exists()
+    before = content_of(one.folder)
+    for options in ({}, {"steps": 2}, {"steps": 1}):
+        with pytest.raises(UserError, match=r"steps: .*one has done, got \d; it is at step 2 of 2: .* --steps 4$"):
+            one.resume(**options)
+    assert cli.main(["train", "--resume", str(one.folder), "--steps", "1"]) == 2
+    assert "it is at step 2 of 2" in capsys.readouterr().err
+    assert content_of(one.folder) == before
+    stopped = record(tmp_path / "stopped", stop_at(2)).train(configured(tmp_path / "stopped", steps=4))
+    before = content_of(stopped.folder)
+    for steps in (1, 2):
+        with pytest.raises(UserError, match="it is at step 2 of 4"):
+            stopped.resume(steps=steps)
+    assert content_of(stopped.folder) == before
+
+
+def test_a_run_that_died_before_its_end_is_ended(configured: Make, record: Make, tmp_path: Path) -> None:
+    """Its last step is saved and evaluated, run.json says running: only the end is left. Then nothing is."""
+    one = record(tmp_path / "one").train(configured(tmp_path / "one", steps=1, beta=0.0))
+    path = one.folder / "run.json"
+    path.write_text(json.dumps(read_run(one.folder) | {"status": "running"}))
     one.resume()
-    assert one.view.steps == one.view.evaluations == []
-    assert one.result is not None and (one.result.steps, one.result.eval_after) == (1, before.eval_after)
+    assert one.view.steps == one.view.evaluations == [] and read_run(one.folder)["status"] == "finished"
+    with pytest.raises(UserError, match="it is at step 1 of 1"):
+        one.resume()
+
+
+def test_seconds_add_up_over_sessions(configured: Make, record: Make, tmp_path: Path) -> None:
+    """Also over one that was killed: up to its last checkpoint."""
+    seen: list[object] = []
+    folder = tmp_path / "one"
+    one = record(folder, lambda step: seen.append(read_run(folder).get("wall_s")))
+    one.train(configured(folder, steps=2, checkpoint_every=1, beta=0.0))
+    first, ended = one.result.wall_s, read_run(folder)
+    assert isinstance(seen[-1], float) and 0 < seen[-1] < first == ended["wall_s"]
+    (folder / "run.json").write_text(json.dumps(ended | {"wall_s": 1000.0}))
+    one.resume(steps=3)
+    assert 1000 < one.result.wall_s < 1100 and read_run(folder)["wall_s"] == one.result.wall_s
+
+
+def test_other_heldout_problems_are_refused_before_anything_is_written(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A changed data file would put the accuracy on some problems beside that on others."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"What is {n} and {n}?", "answer": f"{2 * n}"}) for n in range(12)]
+    Path("train.jsonl").write_text("\n".join(rows[:8]))
+    Path("test.jsonl").write_text("\n".join(rows[8:]))
+    options = (
+        "--device cpu --run-dir r --steps 1 --task rows --data train.jsonl --prompt-column question --answer-column "
+        "answer --prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-problems 3"
+    )
+    assert cli.main(["train", "--model", str(tiny_folder), *options.split()]) == 0
+    before = content_of(Path("r"))
+    Path("test.jsonl").write_text("\n".join(rows[8:]).replace("What is", "How much is"))
+    assert cli.main(["train", "--resume", "r", "--steps", "2"]) == 2
+    message = "task: expected the held-out problems that r was evaluated on, got others; put the data of that time back"
+    assert message in capsys.readouterr().err and content_of(Path("r")) == before
+    Path("test.jsonl").write_text("\n".join(rows[8:]))
+    assert cli.main(["train", "--resume", "r", "--steps", "2"]) == 0
 
 
 def stop_at(step: int, signum: int = signal.SIGINT) -> Callable[[int], None]:
@@ -124,6 +187,8 @@ def test_a_stop_does_not_wait_for_an_evaluation(configured: Make, record: Make, 
     assert [path.name for path in checkpoints(stopped.folder / "checkpoints")] == ["step_000001"]
     stopped.resume(steps=1)  # nothing is left to train, but the accuracy is still to be known
     assert stopped.view.evaluations == [1] and stopped.result.eval_after is not None
+    with pytest.raises(UserError, match="it is at step 1 of 1"):  # once is enough
+        stopped.resume()
 
 
 def test_a_signal_before_the_first_step(six: Any, configured: Make, record: Make, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_run_json_says_what_ran_and_how_it_ended(folder: Path) -> None:
     assert run["pid"] == os.getpid() and len(str(run["config_sha256"])) == 64
     assert [row["event"] for row in read_jsonl(folder / "events.jsonl")] == ["start", "stop"]
     assert not (folder / "run.json.tmp").exists()
+
+
+def test_a_full_disk_leaves_no_half_run_json(
+    folder: Path, small_files: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    with create(folder) as log:
+        before = (folder / "run.json").read_bytes()
+        with small_files(10), pytest.raises(UserError, match="cannot write"):
+            log.update({"model": {"name": "embedded"}})
+        assert (folder / "run.json").read_bytes() == before and not (folder / "run.json.tmp").exists()
 
 
 def test_home_folder_is_not_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from sparkgrpo.trainer.dashboard import short
 from sparkgrpo.trainer.diagnose import diagnose, exit_code
 from sparkgrpo.trainer.diagnosis.rule import WARM_UP_STEPS, Diagnosis, Verdict
 from sparkgrpo.trainer.hostile_text import encodable, visible_text
+from sparkgrpo.trainer.liveness import DIED, liveness
 from sparkgrpo.trainer.option_parser import new_parser, parse_options
 from sparkgrpo.trainer.run_reader import RunRecord, read_record
 
@@ -37,7 +38,10 @@ def main(arguments: list[str]) -> int:
 
 def diagnosis_lines(record: RunRecord, diagnosis: Diagnosis) -> list[str]:
     """The diagnosis as lines of text, nothing of which a terminal would obey."""
-    lines = [f"{record.name}: {record.status}, {diagnosis.num_steps} steps"]
+    alive = liveness(record)
+    lines = [f"{record.name}: {alive.status}, {diagnosis.num_steps} steps"]
+    if alive.status == DIED:
+        lines.append(visible_text(alive.text, 400))
     if not record.steps:
         lines.append("nothing to judge yet: metrics.jsonl has no line")
     elif diagnosis.num_steps < WARM_UP_STEPS:

@@ -29,6 +29,8 @@ MAX_NAMES = 4
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_SKIPPED = ["*/*", "consolidated*"]  # the same weights again, in the publisher's own format
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # its name in transformers 5, and before
+PLAIN_TEXT = "1 2 + a"
+"""A tokenizer that knows no part of it reads no prompt of any task."""
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -152,6 +154,7 @@ def load_model(source: str, *, dtype: torch.dtype, device: torch.device | str) -
         config = decoder_config(hf_config)
         stored = gguf_tensors(reader, config)
         tokenizer = _read_tokenizer(path.parent, path.name)
+        _check_reads_text(tokenizer, path)
         generation_config = _generation_config(hf_config)
     else:
         folder = path if path.is_dir() else _download(source)
@@ -160,6 +163,7 @@ def load_model(source: str, *, dtype: torch.dtype, device: torch.device | str) -
         config = decoder_config(hf_config)
         stored = safetensors_tensors(folder)
         tokenizer = _read_tokenizer(folder, None)
+        _check_reads_text(tokenizer, folder)
         generation_config = _read_generation_config(folder, hf_config)
     _check_vocabulary(tokenizer, config.vocab_size)
     model = Decoder(config, dtype=dtype, device=device)
@@ -288,6 +292,23 @@ def _is_generic_tokenizer(folder: Path) -> bool:
     if not (folder / "tokenizer.json").is_file() or not (folder / "tokenizer_config.json").is_file():
         return False
     return read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC_TOKENIZERS
+
+
+def _check_reads_text(tokenizer: PreTrainedTokenizerFast, place: Path) -> None:
+    """`UserError` for a tokenizer without words: transformers makes one where the file with the vocabulary is missing.
+
+    Asked of the tokenizer, not of the folder: a vocabulary may come in tokenizer.json, in tokenizer.model, in
+    vocab.json and merges.txt, or in a GGUF file.
+    """
+    ids = tokenizer(PLAIN_TEXT, add_special_tokens=False)["input_ids"]
+    if any(token_id != tokenizer.unk_token_id for token_id in ids):
+        return
+    cure = "use the model's safetensors" if place.is_file() else "copy the model's tokenizer.json there"
+    missing = "" if place.is_file() or (place / "tokenizer.json").is_file() else " (there is no tokenizer.json)"
+    raise UserError(
+        f"expected a tokenizer that reads plain text in {place}, got one of {len(tokenizer.get_vocab())} tokens "
+        f"that knows nothing of {PLAIN_TEXT!r}{missing}; {cure}"
+    )
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, num_rows: int) -> None:

@@ -135,14 +135,16 @@ def _y_range(chart: Chart, drawn: Sequence[_Drawn]) -> tuple[float, float]:
 
 
 def tick_step(span: float) -> float:
-    """A round distance that cuts the span into about four."""
+    """A round distance that cuts the span, above 0, into about four."""
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))
     return power * next(factor for factor in (1, 2, 2.5, 5, 10) if raw <= factor * power * (1 + 1e-9))
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Four or five round numbers from ``low``, which is one, up to ``high``."""
+    """Four or five round numbers from ``low``, which is one, up to ``high``; ``low`` alone where they are the same."""
+    if high <= low:
+        return [low]
     step = tick_step(high - low)
     count = int((high - low) / step + 1e-6) + 1
     return [low + i * step for i in range(count)]
@@ -215,10 +217,11 @@ def _tick_text(tick: float, span: float) -> str:
 
 def _x_labels(x_range: tuple[float, float]) -> str:
     low, high = x_range
+    if high <= low:  # an evaluation and no step yet, or one step
+        return f'<span style="left:0.0%">{short_count(low)}</span>'
     step = tick_step(max(high - low, 1))
     ticks = [low] + [t for t in round_ticks(0, high) if t > low + step / 2 and t < high - step / 2] + [high]
-    span = max(high - low, 1e-9)
-    return "".join(f'<span style="left:{100 * (t - low) / span:.1f}%">{short_count(t)}</span>' for t in ticks)
+    return "".join(f'<span style="left:{100 * (t - low) / (high - low):.1f}%">{short_count(t)}</span>' for t in ticks)
 
 
 def short_count(value: float) -> str:

@@ -254,6 +254,25 @@ def test_a_missing_or_broken_tokenizer_is_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("class_name", ["Qwen2Tokenizer", "LlamaTokenizer", "GPT2Tokenizer"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(folder: Path, class_name: str) -> None:
+    """transformers fills in an empty one, and a run would train on prompts of no token."""
+    reconfigure(folder, "tokenizer_config.json", tokenizer_class=class_name, unk_token="<unk>")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json\); copy the model's tokenizer\.json there") as caught:
+        load(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_may_come_in_other_files(folder: Path) -> None:
+    reconfigure(folder, "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    assert len(load(folder).tokenizer("1 2 + a")["input_ids"]) == 7
+
+
 def test_a_tokenizer_of_ones_own_stays_as_it_is_in_every_family(
     hf_config: PreTrainedConfig, make_hf_model: MakeHF, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparkgrpo.trainer.cli import main
-from sparkgrpo.trainer.page.chart import Chart, Series, chart_html, thinned
+from sparkgrpo.trainer.page.chart import Chart, Series, chart_html, round_ticks, thinned
 from sparkgrpo.trainer.page.markup import four_digits, json_script
 from sparkgrpo.trainer.report import report_html
 from sparkgrpo.trainer.run_reader import read_record
@@ -83,6 +83,20 @@ def test_runs_that_have_little(make_run_folder: Callable[..., Path], log: list[d
     assert not re.search(r"\bnan\b|infinity", written)
 
 
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_a_range_of_one_point(make_run_folder: Callable[..., Path], at: int) -> None:
+    """An evaluation and no step yet: the run is in its first step, or failed there; or one step and no evaluation."""
+    evals = [{"v": 1, "step": at, "accuracy": 0.25, "accuracy_se": 0.1, "num_problems": 8}]
+    page = report_html(read_record(make_run_folder("evaluated", evals=evals)))
+    assert page.count("<figure") == 14 and "25.0%" in page.replace(" %", "%")
+    assert f'<div class="xs"><span style="left:0.0%">{at}</span></div>' in page
+    series = Series(key="a", label="a", x=np.array([float(at)]), y=np.array([0.0]))
+    for is_log in (False, True):
+        text = chart_html(Chart(title="t", unit="u", series=[series], is_log=is_log), (at, at))
+        assert "nan" not in text and 'd="M0.0 300.0h0"' in text
+    assert round_ticks(at, at) == [at]
+
+
 def test_numbers_of_a_later_version_and_of_any_size(make_run_folder: Callable[..., Path]) -> None:
     rows = [
         {"v": 1, "step": s, "grad_norm": 10.0 ** (s * 10), "logprob_gap_mean": 10.0**-s, "new_key": s}
@@ -102,6 +116,10 @@ def test_the_command_writes_in_one_piece(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.html"]
     assert main(["report", str(folder), "-o", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot write (No such file or directory)" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main(["report", str(folder), "-o", str(tmp_path / "folder")]) == 2
+    assert "cannot write (Is a directory)" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run", "x.html"]
 
 
 def test_thinning_keeps_spikes_ends_and_order() -> None:
