@@ -306,7 +306,7 @@ def finish_exponentials_(
         entropy_C, e_C = stats.entropy(), stats.guess_C.exp()
         constant_C = g_C + h_C * (entropy_C - stats.total_C.log())
         tiny = torch.finfo(torch.float32).tiny
-        for rows, columns in row_blocks(*exp_CV.shape, block_columns):
+        for rows, columns in row_blocks(exp_CV.shape[0], exp_CV.shape[1], block_columns):
             block = exp_CV[rows, columns]
             factor = block.clamp(min=tiny).log_()  # a column of probability 0 gets 0 times a finite number
             block.mul_(factor.mul_(h_C[rows, None]).add_(constant_C[rows, None]))
