@@ -75,7 +75,9 @@ class Run:
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
         except UserError as error:
-            raise UserError(f"{error}{self._saved_all_the_same()}") from None
+            if error.details:
+                self._keep_traceback(error.details)
+            raise UserError(f"{error}{self._saved_all_the_same()}", details=error.details) from None
         except MemoryFloorReached as error:
             self.is_out_of_memory = True
             self.warn(f"{error}: the step in hand was dropped")
@@ -150,6 +152,12 @@ class Run:
             self.log.event("warning", {"step": self.progress.step, "text": text})
         for text in result.warnings:
             self.warn(text)
+        for text in result.tracebacks:
+            self._keep_traceback(text)
+
+    def _keep_traceback(self, text: str) -> None:
+        """Tell the events alone: people get the sentence that names the place."""
+        self.log.event("traceback", {"step": self.progress.step, "text": text})
 
     def warn(self, text: str) -> None:
         """Tell the events and the view."""

@@ -134,7 +134,7 @@ class RunLog:
         self._append("samples", {**row, "completion": _head_and_tail(str(row.get("completion", "")))})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Append an event: start, resume, checkpoint, warning, stop."""
+        """Append an event: start, resume, checkpoint, warning, traceback, stop."""
         self._append("events", {"t_unix_s": time.time(), "event": kind, **_without_home(fields)})
 
     def finish(self, status: Status, results: Mapping[str, object]) -> None:
