@@ -29,6 +29,8 @@ from sparkgrpo.trainer.tasks.verl import PREFIX as VERL
 from sparkgrpo.trainer.tasks.verl import VerlChannel
 
 MIN_ROW_S, LOOP_GRACE_S, RERUN_GRACE_S = 0.25, 2.0, 10.0
+ROW_PART = 0.25
+"""Of the batch's deadline, what a row alone gets while there is time: a call may cost the same for one as for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,19 +274,22 @@ class RewardFunctions:
     ) -> None:
         """Find the rows that a function fails on. What is not reached in twice the deadline stays unscored."""
         num_rows = len(completions)
-        row_s = max(self._timeout_s / num_rows, min(self._timeout_s, MIN_ROW_S))
         end_s = time.monotonic() + 2 * self._timeout_s + RERUN_GRACE_S
         for name, why in failed.items():
             batch.values[name] = [why] * num_rows
         for row in range(num_rows):
             if time.monotonic() > end_s:
                 return
+            row_s = _row_s(self._timeout_s, num_rows, num_rows - row, end_s - time.monotonic())
             job = self._job(problems, completions, [row], list(failed), state)
             for name, reply in zip(failed, channel.wait(channel.submit(job, row_s)), strict=True):
                 if "values" in reply:
                     batch.take(name, reply, [row])
-                else:
-                    batch.values[name][row] = _why_failed(name, reply, 1, is_first=False)
+                    continue
+                why = _why_failed(name, reply, 1, is_first=False)
+                if not why.traceback:  # two limits are in play: the one that people set, and that of the row
+                    why = Failure(f"all {num_rows} together: {failed[name].text}; one alone: {why.text}")
+                batch.values[name][row] = why
 
     def _summed(self, batch: _Batch, verdicts: Sequence[Score], num_restarts: int) -> UserScores:
         scores = []
@@ -321,6 +326,16 @@ class RewardFunctions:
             warnings=warnings,
             tracebacks=tracebacks,
         )
+
+
+def _row_s(timeout_s: float, num_rows: int, num_left: int, left_s: float) -> float:
+    """Deadline of a row alone: a quarter of the batch's, less where rows that hang have eaten up the rerun's `left_s`.
+
+    Every row that is left keeps its even share, so that those that hang take nothing from those behind them.
+    """
+    share_s = max(timeout_s / num_rows, min(timeout_s, MIN_ROW_S))
+    spare_s = left_s - num_left * share_s
+    return max(share_s, min(ROW_PART * timeout_s, share_s + ROW_PART * spare_s))
 
 
 def _with_names(functions: Sequence[str | Callable[..., Any]]) -> list[tuple[str, object]]:

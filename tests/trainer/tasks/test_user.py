@@ -201,6 +201,9 @@ def test_a_lost_process_costs_the_row_that_lost_it(functions: Open, name: str, w
     took_s = time.monotonic() - start_s
     only_bad_is_lost(result)
     assert result.num_restarts == 2 and why in result.warnings[0]
+    if name == "sleeps_on_bad":
+        both = "all 128 together: no answer within 1 s; one alone: no answer within 0.25 s"
+        assert result.warnings == [f"reward sleeps_on_bad: no value for 1 of 128 completions; {both}"]
     assert took_s < 25, "1 s for the batch, 0.25 for the row, and two starts of a process"
     assert rewards(scored(found)) == [1.0] * NUM_ROWS, "the next batch has a process"
 
