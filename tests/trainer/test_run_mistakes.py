@@ -179,6 +179,14 @@ def test_a_strict_check_that_breaks_at_the_last_evaluation_is_an_event(
     assert "no verdict for 6 of 6 completions" in texts[1]
 
 
+def test_a_reward_of_none_alone_is_named_where_it_ends_the_run(configured: Make, record: Make, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def nothing(completions):\n    return [None] * len(completions)\n")
+    config = configured(tmp_path / "run", steps=4, beta=0.0, reward=f"{tmp_path}/mine.py:nothing")
+    message = "no completion could be scored 3 steps in a row; the rewards were all None; mend the reward and go on"
+    with pytest.raises(UserError, match=message):
+        record(tmp_path / "run").train(config)
+
+
 @pytest.mark.parametrize("bad_step", [1, 2])
 def test_a_users_exception_is_a_sentence_and_its_traceback_is_an_event(
     configured: Make, record: Make, tmp_path: Path, bad_step: int
