@@ -30,7 +30,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 def test_each_layer_wins_over_the_one_before(yaml_file: Path) -> None:
-    yaml_file.write_text("lr: 0.004\nsteps: 40\n")
+    yaml_file.write_text("lr: 0.004\nsteps: 40\n", encoding="utf-8-sig")  # Windows tools mark files
     recipe = {"lr": 0.001, "steps": 10, "beta": 0.5, "seed": 7, "max_new_tokens": 80}
     options = {"preset": "dr_grpo", "steps": "50"}
     config, user_set = resolve(options, config_file=str(yaml_file), recipe=recipe)

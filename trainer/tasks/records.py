@@ -171,7 +171,7 @@ def _load_files(train: Path, test: Path | None) -> Splits:
 
 def _read_jsonl(path: Path) -> list[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"data: cannot read {path} ({error.strerror})") from None
     except UnicodeDecodeError as error:
