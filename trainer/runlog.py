@@ -79,6 +79,7 @@ class RunLog:
                 "status": "running",
                 "t_unix_s": time.time(),
                 "command": ["sparkgrpo", *sys.argv[1:]],
+                "started_in": str(Path.cwd()),
                 "config": config_json(config),
                 "user_set": dict(user_set),
                 "config_sha256": config_sha256(config),

@@ -64,7 +64,9 @@ def load_reference(reference: str) -> object:
     if place.endswith(".py"):
         path = Path(place).expanduser()
         if not path.is_file():
-            raise UnknownReference(f"there is no file {place}; expected file.py:name, from the folder of the command")
+            raise UnknownReference(
+                f"there is no file {path.absolute()}; expected file.py:name, from the folder of the command"
+            )
         module = _module_of_file(path.resolve())
     else:
         module = importlib.import_module(place)

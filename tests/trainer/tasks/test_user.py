@@ -275,7 +275,7 @@ def test_what_cannot_be_called_is_refused_at_start(functions: Open, name: str, m
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("nowhere.py:f", r"there is no file /\S+/nowhere.py; expected file.py:name"),
         ("no_such_module_here:f", "No module named 'no_such_module_here'"),
     ],
 )
