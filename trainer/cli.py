@@ -188,6 +188,10 @@ def _new_run_dir(config: Config) -> str:
 
 def _train_parser() -> OptionParser:
     parser = new_parser("train", _COMMANDS["train"][1])
+    parser.description = (
+        f"{parser.description} The embedded model has a recipe of its own in place of the defaults below of "
+        "lr, steps, prompts_per_step, group_size and max_new_tokens."
+    )
     parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; options given here win over it")
     for title, names in SECTIONS:
         group = parser.add_argument_group(title)

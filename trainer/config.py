@@ -22,7 +22,15 @@ class UserError(ValueError):
     """A mistake of the person at the keyboard. The text says what was expected, what came and what to do.
 
     The command line prints the text alone and exits with 2. Any other exception is our bug and keeps its traceback.
+
+    Args:
+        text: One sentence.
+        details: What stands behind it, such as the traceback of a user's function; a run keeps it in events.jsonl.
     """
+
+    def __init__(self, text: str = "", *, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

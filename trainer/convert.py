@@ -122,7 +122,7 @@ def _our_row(entry: Mapping[str, object], done: Converted) -> Row:
 
 def _read_state(source: Path) -> Mapping[str, object]:
     try:
-        state = json.loads(source.read_text(encoding="utf-8"))
+        state = json.loads(source.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{source}: cannot read it ({error.strerror}); expected TRL's trainer_state.json") from None
     except (ValueError, RecursionError) as error:

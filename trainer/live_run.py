@@ -19,6 +19,7 @@ from sparkgrpo.trainer.runlog import RunLog
 from sparkgrpo.trainer.samples import group_samples, heldout_samples
 from sparkgrpo.trainer.settings import config_sha256
 from sparkgrpo.trainer.stop_flag import StopFlag
+from sparkgrpo.trainer.tasks.base import NOT_APPLICABLE
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -81,7 +82,9 @@ class Run:
         except FloatingPointError as error:
             raise UserError(f"after step {progress.step}: {error}; {self._way_on()}") from None
         except UserError as error:
-            raise UserError(f"{error}{self._saved_all_the_same()}") from None
+            if error.details:
+                self._keep_traceback(error.details)
+            raise UserError(f"{error}{self._saved_all_the_same()}", details=error.details) from None
         except MemoryFloorReached as error:
             self.is_out_of_memory = True
             self.warn(f"{error}: the step in hand was dropped")
@@ -111,7 +114,7 @@ class Run:
         if is_blind:
             raise UserError(
                 f"after step {progress.step}: no completion could be scored {MAX_UNSCORED_STEPS} steps in a row; "
-                f"{' '.join(result.warnings[-1:])}; mend the reward and go on with --resume {self.log.folder}"
+                f"{_why_unscored(result)}; mend the reward and go on with --resume {self.log.folder}"
             )
 
     def _evaluate(self) -> None:
@@ -156,6 +159,12 @@ class Run:
             self.log.event("warning", {"step": self.progress.step, "text": text})
         for text in result.warnings:
             self.warn(text)
+        for text in result.tracebacks:
+            self._keep_traceback(text)
+
+    def _keep_traceback(self, text: str) -> None:
+        """Tell the events alone: people get the sentence that names the place."""
+        self.log.event("traceback", {"step": self.progress.step, "text": text})
 
     def warn(self, text: str) -> None:
         """Tell the events and the view."""
@@ -196,6 +205,14 @@ class Run:
         """What to do about weights that diverged."""
         cure = "lower --lr or --max-grad-norm and start again"
         return cure if self.saved_step < 0 else f"{cure}; the last checkpoint is that of step {self.saved_step}"
+
+
+def _why_unscored(result: StepResult) -> str:
+    """Why a step has not one reward; a reward of None is no fault, so nothing warned of it."""
+    if all(score.reason == NOT_APPLICABLE for score in result.scores):
+        return "the rewards were all None"
+    reasons = ", ".join(sorted({score.reason for score in result.scores}))
+    return " ".join(result.warnings[-1:]) or f"the completions' reasons were {reasons}"
 
 
 def _is_multiple(step: int, every: int) -> bool:

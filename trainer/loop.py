@@ -48,6 +48,8 @@ class StepResult:
     """0 for completions that were not trained on."""
     warnings: Sequence[str]
     """What went wrong on the way and did not stop the step, a sentence each."""
+    tracebacks: Sequence[str]
+    """The whole of what users' functions raised, for events.jsonl alone."""
     extras: Mapping[str, Sequence[object]]
     """What reward functions keep beside the samples, by column."""
 
@@ -121,6 +123,7 @@ class GrpoLoop:
             scores=sampled.scores,
             advantages=advantage_S.tolist(),
             warnings=list(dict.fromkeys([*self.reward_check.take_faults(), *report.warnings])),  # each once
+            tracebacks=list(dict.fromkeys(report.tracebacks)),
             extras=report.extras,
         )
 

@@ -80,6 +80,7 @@ class RunLog:
                 "status": "running",
                 "t_unix_s": time.time(),
                 "command": ["sparkgrpo", *sys.argv[1:]],
+                "started_in": str(Path.cwd()),
                 "config": config_json(config),
                 "user_set": dict(user_set),
                 "config_sha256": config_sha256(config),
@@ -138,7 +139,7 @@ class RunLog:
         self._append("samples", {**row, "completion": _head_and_tail(str(row.get("completion", "")))})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Append an event: start, resume, checkpoint, warning, stop."""
+        """Append an event: start, resume, checkpoint, warning, traceback, stop."""
         self._append("events", {"t_unix_s": time.time(), "event": kind, **_without_home(fields)})
 
     def finish(self, status: Status, results: Mapping[str, object]) -> None:

@@ -19,6 +19,7 @@ import yaml
 
 from sparkgrpo.trainer.config import Config, UserError, choices, field_types, is_optional, value_problem
 from sparkgrpo.trainer.contradictions import name_elsewhere
+from sparkgrpo.trainer.started_in import check_folder
 
 PRESET_FOLDER = Path(__file__).parent / "presets"
 
@@ -65,6 +66,9 @@ def resolve_resume(
         folder: the run folder.
         options: what the command line set besides ``resume``.
         run: the content of ``run.json``.
+
+    Raises:
+        UserError: an option that cannot change, no configuration, or a relative path that means another file here.
     """
     fixed = sorted(set(options) - CHANGEABLE_ON_RESUME)
     if fixed:
@@ -75,6 +79,7 @@ def resolve_resume(
     recorded, recorded_user_set = run.get("config"), run.get("user_set")
     if not isinstance(recorded, Mapping) or not isinstance(recorded_user_set, Mapping):
         raise UserError(f"{folder}/run.json: expected the config of a sparkgrpo run, found none")
+    check_folder(folder, recorded, run.get("started_in"))
     origin = f"{folder}/run.json"
     changed = {name: _converted(name, value, f"--{name.replace('_', '-')}") for name, value in options.items()}
     values = check_layer(origin, recorded) | changed | {"resume": folder, "run_dir": ""}

@@ -271,6 +271,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train" in overview and "eval" in overview
     train = help_text(["train", "--help"], capsys)
     assert all(f"--{name.replace('_', '-')}" in train for name in field_types())
+    recipe = machine.model_recipe(machine.EMBEDDED)
+    of_recipe = " ".join(train.split()).partition("has a recipe of its own")[2].partition(". ")[0]
+    assert recipe and all(name in of_recipe for name in recipe), "the help names what the defaults are not for"
     assert "Default: 1e-06." in " ".join(train.split()) and "dr_grpo" in train
     assert "--temperature" in help_text(["eval", "--help"], capsys)
 

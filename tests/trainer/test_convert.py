@@ -70,7 +70,7 @@ def trl_log(num_steps: int) -> list[dict[str, object]]:
 
 def test_a_log_of_trl_is_diagnosed_without_what_it_does_not_know(tmp_path: Path) -> None:
     state = tmp_path / "trainer_state.json"
-    state.write_text(json.dumps({"log_history": trl_log(40)}))
+    state.write_text(json.dumps({"log_history": trl_log(40)}), encoding="utf-8-sig")  # as Windows tools save it
     done = convert_from_trl(state, tmp_path / "run")
     assert done.num_steps == 40 and "cosmic_rays" in done.left_out
     diagnosis = diagnose(read_record(tmp_path / "run"))

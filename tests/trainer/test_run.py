@@ -18,8 +18,8 @@ from sparkgrpo.trainer.run import evaluate_command
 from sparkgrpo.trainer.runlog import read_run
 
 RUN_KEYS = (
-    "v", "run_id", "t_unix_s", "status", "command", "config", "user_set", "config_sha256", "seed", "task", "model",
-    "eval_sha256", "probe_before", "probe_after",
+    "v", "run_id", "t_unix_s", "status", "command", "started_in", "config", "user_set", "config_sha256", "seed", "task",
+    "model", "eval_sha256", "probe_before", "probe_after",
     "git", "versions", "hardware", "pid", "boot_id", "steps", "eval_before", "eval_after", "wall_s",
 )  # fmt: skip
 METRIC_KEYS = (

@@ -179,6 +179,38 @@ def test_a_strict_check_that_breaks_at_the_last_evaluation_is_an_event(
     assert "no verdict for 6 of 6 completions" in texts[1]
 
 
+def test_a_reward_of_none_alone_is_named_where_it_ends_the_run(configured: Make, record: Make, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def nothing(completions):\n    return [None] * len(completions)\n")
+    config = configured(tmp_path / "run", steps=4, beta=0.0, reward=f"{tmp_path}/mine.py:nothing")
+    message = "no completion could be scored 3 steps in a row; the rewards were all None; mend the reward and go on"
+    with pytest.raises(UserError, match=message):
+        record(tmp_path / "run").train(config)
+
+
+@pytest.mark.parametrize("bad_step", [1, 2])
+def test_a_users_exception_is_a_sentence_and_its_traceback_is_an_event(
+    configured: Make, record: Make, tmp_path: Path, bad_step: int
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def boom(completions, trainer_state):\n"
+        f"    if trainer_state.global_step == {bad_step - 1}:\n"
+        "        raise ValueError('my\\nbug')\n"
+        "    return [0.5] * len(completions)\n"
+    )
+    recorded, said = record(tmp_path / "run"), "raised ValueError: my bug (mine.py line 3)"
+    config = configured(tmp_path / "run", steps=2, beta=0.0, reward=f"{tmp_path}/mine.py:boom")
+    if bad_step == 1:
+        with pytest.raises(UserError) as caught:
+            recorded.train(config)
+        assert str(caught.value) == f"reward: boom {said} in step 1; mend it and start again"
+    else:
+        recorded.train(config)
+        texts = [str(row["text"]) for row in recorded.rows("events") if row["event"] == "warning"]
+        assert f"reward boom: no value for 16 of 16 completions; it {said}" in texts
+    kept = [str(row["text"]) for row in recorded.rows("events") if row["event"] == "traceback"]
+    assert len(kept) == 1 and kept[0].startswith("Traceback (most recent call last):\n  File ")
+
+
 def test_a_reward_that_never_worked_keeps_its_traceback(
     configured: Make, record: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

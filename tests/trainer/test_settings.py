@@ -1,5 +1,6 @@
 """Layers of settings: order, conversion, errors that name the place."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 def test_each_layer_wins_over_the_one_before(yaml_file: Path) -> None:
-    yaml_file.write_text("lr: 0.004\nsteps: 40\n")
+    yaml_file.write_text("lr: 0.004\nsteps: 40\n", encoding="utf-8-sig")  # Windows tools mark files
     recipe = {"lr": 0.001, "steps": 10, "beta": 0.5, "seed": 7, "max_new_tokens": 80}
     options = {"preset": "dr_grpo", "steps": "50"}
     config, user_set = resolve(options, config_file=str(yaml_file), recipe=recipe)
@@ -169,6 +170,45 @@ def test_resume_changes_little() -> None:
     with pytest.raises(UserError, match="expected the config"):
         resolve_resume("runs/a", {}, {})
     assert set(field_types()) >= CHANGEABLE_ON_RESUME
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", "auto_is_no_file.py:f,mine.py:f"),
+        ("reward", "verl:mine.py:f"),
+        ("task", "mine.py:Task"),
+        ("checker", "mine.py:f"),
+        ("data", "mine.py"),
+        ("model", "folder/mine"),
+    ],
+)
+def test_resume_from_another_folder_never_takes_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder / "folder" / "mine").mkdir(parents=True)
+        (tmp_path / folder / "mine.py").touch()
+    config = dataclasses.replace(Config(), **{name: value})
+    run = {"config": config_json(config), "user_set": {}, "started_in": str(tmp_path / "a")}
+    monkeypatch.chdir(tmp_path / "b")
+    message = rf"^{name}: \S+ was given in the folder {tmp_path}/a, and here, .* cd {tmp_path}/a and --resume \S+/run$"
+    with pytest.raises(UserError, match=message):
+        resolve_resume("run", {}, run)
+    monkeypatch.chdir(tmp_path / "a")
+    assert getattr(resolve_resume("run", {}, run)[0], name) == value
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="cd "):
+        resolve_resume("run", {}, run)
+
+
+def test_resume_from_another_folder_keeps_names_that_are_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(model="owner/model", data="owner/rows", reward="package.module:f", task="gsm8k")
+    run = {"config": config_json(config), "user_set": {}, "started_in": str(tmp_path)}
+    monkeypatch.chdir("/")
+    assert resolve_resume("run", {}, run)[0].data == "owner/rows"
 
 
 def test_resume_finds_a_model_under_home_again() -> None:

@@ -125,12 +125,23 @@ def decoder_shape(source: str) -> DecoderConfig:
 
     A model on the hub is fetched to the disk for it.
     """
+    gguf = _gguf_path(source)
+    if gguf is not None:
+        return decoder_config(gguf_config(open_gguf(gguf)))
     path = Path(source).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return decoder_config(gguf_config(open_gguf(path)))
     folder = path if path.is_dir() else _download(source)
     check_family(read_json(folder / "config.json"))
     return decoder_config(_read_config(folder))
+
+
+def _gguf_path(source: str) -> Path | None:
+    """The file, where the name is that of one. `UserError` where it is not there: the hub has folders alone."""
+    path = Path(source).expanduser()
+    if path.suffix != ".gguf":
+        return None
+    if not path.is_file():
+        raise UserError(f"expected a GGUF file, got {source}: no such file")
+    return path
 
 
 def load_model(source: str, *, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
@@ -146,9 +157,7 @@ def load_model(source: str, *, dtype: torch.dtype, device: torch.device | str) -
         UserError: nothing there, a family that is not known, weights that do not fit the config, no tokenizer.
     """
     path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"expected a GGUF file, got {source}: no such file")
+    if _gguf_path(source) is not None:
         reader = open_gguf(path)
         hf_config = gguf_config(reader)
         config = decoder_config(hf_config)

@@ -179,6 +179,8 @@ class StepReport:
     """JSON values by column, one for each completion in the order of judging."""
     warnings: Sequence[str] = ()
     """What went wrong and did not stop the run, a sentence each."""
+    tracebacks: Sequence[str] = ()
+    """The whole of what users' functions raised, for events.jsonl."""
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ class CheckedRows(Rows):
         )
         self._num_batches = self._num_restarts = 0
         self._warnings: list[str] = []
+        self._tracebacks: list[str] = []
         self._judged: dict[tuple[str, str], Score] = {}
 
     def verify(self, problem: Problem, completion: Completion) -> Score:
@@ -58,8 +59,9 @@ class CheckedRows(Rows):
     def take_report(self) -> StepReport:
         """Why answers could not be judged, and how often the process of the function was replaced."""
         warnings, self._warnings = self._warnings, []
+        tracebacks, self._tracebacks = self._tracebacks, []
         num_restarts, self._num_restarts = self._num_restarts, 0
-        return StepReport(metrics={"num_reward_restarts": num_restarts}, warnings=warnings)
+        return StepReport(metrics={"num_reward_restarts": num_restarts}, warnings=warnings, tracebacks=tracebacks)
 
     def close(self) -> None:
         """End the process of the function."""
@@ -71,6 +73,7 @@ class CheckedRows(Rows):
         self._num_batches += 1
         self._num_restarts += found.num_restarts
         self._warnings += found.warnings
+        self._tracebacks += found.tracebacks
         judged = zip(problems, completions, found.scores, strict=True)
         return {(problem.identity, completion.text): _verdict(score) for problem, completion, score in judged}
 

@@ -117,7 +117,7 @@ class CodeProblem:
 def read_problems(path: Path = PROBLEM_FILE) -> tuple[CodeProblem, ...]:
     """All problems of the file, in its order. ValueError for a row that is not as described above, with its number."""
     problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
         try:
             problems.append(_problem(json.loads(line)))
         except (KeyError, ValueError, SyntaxError) as error:

@@ -17,7 +17,7 @@ from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.tasks.sandbox.checker import Checker
 from sparkgrpo.trainer.tasks.sandbox.self_test import require_sandbox
 from sparkgrpo.trainer.tasks.sandbox.wire import Malformed, TooLarge, decode, encode
-from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Level, Limits
+from sparkgrpo.trainer.tasks.sandbox.zygote_link import Equipment, Level, Limits, SandboxError
 from sparkgrpo.trainer.tasks.scoring import ScoringPool, WorkerStartError, default_num_workers
 
 HANDLER = "sparkgrpo.trainer.tasks.confined_call:make_handler"
@@ -72,8 +72,10 @@ class ConfinedFunctions:
         try:
             self._pool = ScoringPool(HANDLER, settings, num_workers=workers)
         except WorkerStartError as error:
-            told = str(error).strip().splitlines()[-1]
-            raise UserError(f"confined functions {', '.join(functions)}: {told}") from None
+            raised = str(error).strip().splitlines()[-1]
+            kind, _, text = raised.partition(": ")
+            told = text if kind.endswith(SandboxError.__name__) else raised
+            raise UserError(f"confined functions {', '.join(functions)}: {told}", details=str(error)) from None
 
     def call(self, calls: Sequence[tuple[str, tuple[object, ...]]]) -> list[Answer]:
         """(function, arguments) pairs to answers, in order. Arguments are plain values; ValueError for others."""

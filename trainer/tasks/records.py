@@ -63,7 +63,9 @@ def load_splits(data: str, *, default_config: str | None = None) -> Splits:
         is_train = path.name == "train.jsonl"
         return _load_files(path, path.with_name("test.jsonl") if is_train else None)
     if path.suffix in (".jsonl", ".json") or not HUB_NAME.fullmatch(data):
-        raise UserError(f"data: {data} is not there; expected a JSONL file, a folder with train.jsonl, or a hub name")
+        raise UserError(
+            f"data: {path.absolute()} is not there; expected a JSONL file, a folder with train.jsonl, or a hub name"
+        )
     return _load_hub(data, default_config)
 
 
@@ -171,7 +173,7 @@ def _load_files(train: Path, test: Path | None) -> Splits:
 
 def _read_jsonl(path: Path) -> list[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"data: cannot read {path} ({error.strerror})") from None
     except UnicodeDecodeError as error:

@@ -4,8 +4,8 @@ The contract is TRL's: keyword arguments `prompts`, `completions`, `completion_i
 repeated per completion, `trainer_state`, `log_metric(name, value)` and `log_extra(column, values)`. A list comes back
 with one number or None for each completion.
 
-`make_caller` serves jobs inside a scoring process (`scoring_worker.py`), so this file imports the standard library
-alone: every process pays for what stands here. Jobs and replies are JSON values.
+`make_caller` serves jobs inside a scoring process (`scoring_worker.py`), so this file imports next to nothing
+beside the standard library: every process pays for what stands here. Jobs and replies are JSON values.
 """
 
 import array
@@ -28,12 +28,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sparkgrpo.trainer.tasks.raised import told
+
 Job = Mapping[str, Any]
 Reply = dict[str, Any]
 """What one function answered to one job, by exactly one of the keys
 
     values   a number, None, or {"bad": why} for each completion
-    error    the traceback of what it raised
+    error    the traceback of what it raised, beside `said`: the same in one line, with the user's own place
     late     how it missed its deadline in the event loop
     length   what came back in place of one value for each completion, in words
 
@@ -48,6 +50,10 @@ class UnknownReference(ValueError):
     """A reference that leads nowhere; the text says what was expected."""
 
 
+class CannotLoad(ValueError):
+    """What the module of a function raised while it was imported, in one line (`raised.told`)."""
+
+
 def load_reference(reference: str) -> object:
     """What "file.py:name" or "package.module:name" names. The folder of a file is searched for its own imports.
 
@@ -58,7 +64,9 @@ def load_reference(reference: str) -> object:
     if place.endswith(".py"):
         path = Path(place).expanduser()
         if not path.is_file():
-            raise UnknownReference(f"there is no file {place}; expected file.py:name, from the folder of the command")
+            raise UnknownReference(
+                f"there is no file {path.absolute()}; expected file.py:name, from the folder of the command"
+            )
         module = _module_of_file(path.resolve())
     else:
         module = importlib.import_module(place)
@@ -179,8 +187,8 @@ class Caller:
         notes = _Notes(len(job["texts"]))
         try:
             return _reply(function.function(**arguments(function, job, notes)), notes)
-        except (Exception, SystemExit):
-            return {"error": traceback.format_exc()}
+        except (Exception, SystemExit) as error:
+            return _error(error)
 
 
 async def _together(functions: Sequence[RewardFunction], job: Job) -> dict[str, Reply]:
@@ -197,7 +205,11 @@ async def _call_async(function: RewardFunction, job: Job) -> Reply:
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return {"late": f"no answer within {job['deadline_s']:g} s"}
-        return {"error": traceback.format_exc()}
+        return _error(error)
+
+
+def _error(error: BaseException) -> Reply:
+    return {"error": "".join(traceback.format_exception(error)), "said": told(error)}
 
 
 def arguments(function: RewardFunction, job: Job, notes: _Notes) -> dict[str, Any]:
@@ -302,8 +314,19 @@ def describe(functions: Iterable[RewardFunction]) -> list[dict[str, Any]]:
 def make_caller(settings: Mapping[str, Any]) -> Callable[[Job], object]:
     """The handler of a scoring process: `settings["functions"]` holds [name, reference] pairs.
 
-    A job is {"do": "describe"} or a call. What a function's module raises while it is imported passes through.
+    A job is {"do": "describe"} or a call.
+
+    Raises:
+        UnknownReference: No such file or name.
+        CannotLoad: A module raised while it was imported.
     """
-    functions = [RewardFunction.of(load_reference(reference), name) for name, reference in settings["functions"]]
+    functions = []
+    for name, reference in settings["functions"]:
+        try:
+            functions.append(RewardFunction.of(load_reference(reference), name))
+        except UnknownReference:
+            raise
+        except (Exception, SystemExit) as error:
+            raise CannotLoad(f"{reference} cannot be loaded: {told(error)}") from error
     caller = Caller(functions)
     return lambda job: describe(functions) if job["do"] == "describe" else caller(job)

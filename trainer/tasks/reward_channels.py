@@ -12,7 +12,15 @@ from typing import Any, Protocol
 
 from sparkgrpo.trainer.config import UserError
 from sparkgrpo.trainer.tasks.records import check_json
-from sparkgrpo.trainer.tasks.reward_call import Caller, Job, Reply, RewardFunction, UnknownReference, describe
+from sparkgrpo.trainer.tasks.reward_call import (
+    Caller,
+    CannotLoad,
+    Job,
+    Reply,
+    RewardFunction,
+    UnknownReference,
+    describe,
+)
 from sparkgrpo.trainer.tasks.scoring import Outcome, ScoringPool, WorkerStartError
 
 HANDLER = "sparkgrpo.trainer.tasks.reward_call:make_caller"
@@ -60,17 +68,20 @@ class ProcessChannel:
             self._pool = ScoringPool(HANDLER, {"functions": [list(pair) for pair in references]}, num_workers=1)
         except WorkerStartError as error:
             raised = last_line(str(error))
-            kind, _, told = raised.partition(": ")
-            is_told = kind.endswith(UnknownReference.__name__)  # everything else needs its traceback
+            kind, _, text = raised.partition(": ")
+            is_told = kind.endswith((UnknownReference.__name__, CannotLoad.__name__))
             raise UserError(
-                f"reward: {told}" if is_told else f"reward: {self._texts} cannot be loaded: {raised}\n{error}"
+                f"reward: {text}" if is_told else f"reward: {self._texts} cannot be loaded: {raised}",
+                details=str(error),
             ) from None
 
     def describe(self) -> list[dict[str, Any]]:
         """What the process found."""
         (outcome,) = self._pool.run([{"do": "describe"}], DESCRIBE_S)
         if outcome.status != "done" or not isinstance(outcome.value, list):
-            raise UserError(f"reward: {self._texts} cannot be inspected: {outcome.error}")
+            raise UserError(
+                f"reward: {self._texts} cannot be inspected: {last_line(outcome.error)}", details=outcome.error
+            )
         return outcome.value
 
     def submit(self, job: Job, deadline_s: float) -> "Future[list[Reply]]":
@@ -91,7 +102,10 @@ class ProcessChannel:
         try:
             return future.result()
         except WorkerStartError as error:
-            raise UserError(f"reward: {self._texts}: its process cannot be started again: {error}") from None
+            raise UserError(
+                f"reward: {self._texts}: its process cannot be started again: {last_line(str(error))}",
+                details=str(error),
+            ) from None
 
     @property
     def num_restarts(self) -> int:

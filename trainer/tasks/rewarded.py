@@ -108,6 +108,7 @@ class RewardedTask:
                 *inner.warnings,
                 *(warning for scores in found for warning in scores.warnings),
             ],
+            tracebacks=[*inner.tracebacks, *(text for scores in found for text in scores.tracebacks)],
         )
 
     def evaluation_report(

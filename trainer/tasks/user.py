@@ -2,7 +2,7 @@
 
     what happens                       the row                                      the run
     NaN, infinity, wrong type          unscored, `reward_error`                     goes on
-    exception                          the batch runs again row by row;             step 1: stops with the traceback,
+    exception                          the batch runs again row by row;             step 1: stops with its place,
                                        rows that fail again are unscored            later: goes on
     deadline, death of the process     the same, in fresh processes                 goes on
     another number of values           -                                            stops
@@ -29,6 +29,8 @@ from sparkgrpo.trainer.tasks.verl import PREFIX as VERL
 from sparkgrpo.trainer.tasks.verl import VerlChannel
 
 MIN_ROW_S, LOOP_GRACE_S, RERUN_GRACE_S = 0.25, 2.0, 10.0
+ROW_PART = 0.25
+"""Of the batch's deadline, what a row alone gets while there is time: a call may cost the same for one as for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,8 @@ class Failure:
     """Why a function gave no value for a row."""
 
     text: str
+    traceback: str = ""
+    """What the function raised; empty where it raised nothing."""
 
 
 Value = float | Failure | None
@@ -65,7 +69,9 @@ class UserScores:
     num_restarts: int
     """Processes that were replaced meanwhile."""
     warnings: Sequence[str]
-    """The first error of each function that had any."""
+    """The first error of each function that had any, a sentence each."""
+    tracebacks: Sequence[str] = ()
+    """The whole of these, where functions raised."""
 
 
 @dataclass(slots=True)
@@ -211,7 +217,7 @@ class RewardFunctions:
             pending.append((channel, channel.submit(job, self._timeout_s)))
         for channel, future in pending:
             replies = channel.wait(future)
-            failed: dict[str, str] = {}
+            failed: dict[str, Failure] = {}
             for name, reply in zip(channel.names, replies, strict=True):
                 if "values" in reply:
                     batch.take(name, reply, all_rows)
@@ -260,7 +266,7 @@ class RewardFunctions:
     def _row_by_row(
         self,
         channel: Channel,
-        failed: Mapping[str, str],
+        failed: Mapping[str, Failure],
         batch: _Batch,
         problems: Sequence[Problem],
         completions: Sequence[Completion],
@@ -268,19 +274,22 @@ class RewardFunctions:
     ) -> None:
         """Find the rows that a function fails on. What is not reached in twice the deadline stays unscored."""
         num_rows = len(completions)
-        row_s = max(self._timeout_s / num_rows, min(self._timeout_s, MIN_ROW_S))
         end_s = time.monotonic() + 2 * self._timeout_s + RERUN_GRACE_S
         for name, why in failed.items():
-            batch.values[name] = [Failure(why)] * num_rows
+            batch.values[name] = [why] * num_rows
         for row in range(num_rows):
             if time.monotonic() > end_s:
                 return
+            row_s = _row_s(self._timeout_s, num_rows, num_rows - row, end_s - time.monotonic())
             job = self._job(problems, completions, [row], list(failed), state)
             for name, reply in zip(failed, channel.wait(channel.submit(job, row_s)), strict=True):
                 if "values" in reply:
                     batch.take(name, reply, [row])
-                else:
-                    batch.values[name][row] = Failure(_why_failed(name, reply, 1, is_first=False))
+                    continue
+                why = _why_failed(name, reply, 1, is_first=False)
+                if not why.traceback:  # two limits are in play: the one that people set, and that of the row
+                    why = Failure(f"all {num_rows} together: {failed[name].text}; one alone: {why.text}")
+                batch.values[name][row] = why
 
     def _summed(self, batch: _Batch, verdicts: Sequence[Score], num_restarts: int) -> UserScores:
         scores = []
@@ -300,17 +309,33 @@ class RewardFunctions:
                 # A check that could not judge says nothing about a reward that is there.
                 reason = SCORED if verdict.reward is None else verdict.reason
                 scores.append(Score(reward=total, parts=parts, reason=reason))
-        warnings = []
+        warnings, tracebacks = [], []
         for name in self.names:
             failures = [value for value in batch.values[name] if isinstance(value, Failure)]
             if failures:
                 warnings.append(
                     f"reward {name}: no value for {len(failures)} of {len(verdicts)} completions; {failures[0].text}"
                 )
+                tracebacks += [failures[0].traceback] if failures[0].traceback else []
         metrics = {metric: sum(found) / len(found) for metric, found in batch.logged.items()}
         return UserScores(
-            scores=scores, metrics=metrics, extras=batch.extras, num_restarts=num_restarts, warnings=warnings
+            scores=scores,
+            metrics=metrics,
+            extras=batch.extras,
+            num_restarts=num_restarts,
+            warnings=warnings,
+            tracebacks=tracebacks,
         )
+
+
+def _row_s(timeout_s: float, num_rows: int, num_left: int, left_s: float) -> float:
+    """Deadline of a row alone: a quarter of the batch's, less where rows that hang have eaten up the rerun's `left_s`.
+
+    Every row that is left keeps its even share, so that those that hang take nothing from those behind them.
+    """
+    share_s = max(timeout_s / num_rows, min(timeout_s, MIN_ROW_S))
+    spare_s = left_s - num_left * share_s
+    return max(share_s, min(ROW_PART * timeout_s, share_s + ROW_PART * spare_s))
 
 
 def _with_names(functions: Sequence[str | Callable[..., Any]]) -> list[tuple[str, object]]:
@@ -339,17 +364,19 @@ def _checked(name: str, facts: Mapping[str, Any], columns: frozenset[str]) -> bo
     return bool(facts["is_async"])
 
 
-def _why_failed(name: str, reply: Reply, num_rows: int, *, is_first: bool) -> str:
+def _why_failed(name: str, reply: Reply, num_rows: int, *, is_first: bool) -> Failure:
     """What went wrong, for people. `UserError` where the run must not go on."""
     if "length" in reply:
         raise UserError(
             f"reward: {name} returned {reply['length']}, expected a list of {num_rows} values, one for each completion"
         )
-    if "error" in reply and is_first:
-        raise UserError(
-            f"reward: {name} raised {last_line(reply['error'])} in step 1; mend it and start again\n{reply['error']}"
-        )
-    return str(reply["error"]) if "error" in reply else str(reply.get("late") or reply["lost"])
+    if "error" not in reply:
+        return Failure(str(reply.get("late") or reply["lost"]))
+    traceback = str(reply["error"])
+    said = str(reply.get("said") or last_line(traceback))
+    if is_first:
+        raise UserError(f"reward: {name} raised {said} in step 1; mend it and start again", details=traceback)
+    return Failure(f"it raised {said}", traceback)
 
 
 def _prompt(problem: Problem, *, is_plain: bool) -> Any:  # noqa: ANN401

@@ -82,7 +82,7 @@ def _module_and_function(reference: str) -> tuple[str, list[str]]:
         return reference, []
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise UserError(f"reward: there is no file {place}; expected verl:file.py:function")
+        raise UserError(f"reward: there is no file {path}; expected verl:file.py:function")
     return f"{path.stem}:{name}", [str(path.parent)]
 
 

@@ -15,7 +15,7 @@ from sparkgrpo.trainer.model import gguf_file
 from sparkgrpo.trainer.model.decoder import Decoder
 from sparkgrpo.trainer.model.families import decoder_config
 from sparkgrpo.trainer.model.gguf_file import TENSOR_NAMES, gguf_config, open_gguf
-from sparkgrpo.trainer.model.weights import load_model, random_model, state_dict_hf, stop_ids
+from sparkgrpo.trainer.model.weights import decoder_shape, load_model, random_model, state_dict_hf, stop_ids
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 260,
@@ -184,6 +184,8 @@ def test_damage_and_a_missing_file_are_refused(tmp_path: Path) -> None:
             load_model(str(path), dtype=torch.float32, device="cpu")
     with pytest.raises(UserError, match=r"got nowhere\.gguf: no such file"):
         load_model("nowhere.gguf", dtype=torch.float32, device="cpu")
+    with pytest.raises(UserError, match=r"got nowhere\.gguf: no such file"):
+        decoder_shape("nowhere.gguf")  # the memory plan asks first
 
 
 def test_without_the_package_the_message_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

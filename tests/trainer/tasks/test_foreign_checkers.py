@@ -86,9 +86,12 @@ def test_what_goes_wrong_costs_its_row(scorer: RewardFunctions, tmp_path: Path) 
 
 
 def test_a_checker_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"there is no file nowhere\.py; expected verl:file\.py:function"):
+    with pytest.raises(UserError, match=r"there is no file /\S+/nowhere\.py; expected verl:file\.py:function"):
         RewardFunctions(["verl:nowhere.py:f"], columns=frozenset(), is_plain=False, timeout_s=1, warn=print)
-    with pytest.raises(UserError, match="no_such_module"):
+    with pytest.raises(
+        UserError,
+        match=r"^confined functions no_such_module:f: they cannot be loaded: ModuleNotFoundError: No m",
+    ):
         RewardFunctions(["verl:no_such_module:f"], columns=frozenset(), is_plain=False, timeout_s=1, warn=print)
 
 

@@ -207,6 +207,13 @@ def test_a_problem_is_the_question_and_the_canonical_gold(tmp_path: Path, comple
     assert user == {"role": "user", "content": "Why?"}
 
 
+def test_the_byte_order_mark_of_windows_tools_is_no_text(tmp_path: Path) -> None:
+    plain = write(tmp_path / "mine.jsonl", rows(3))
+    (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + Path(plain).read_bytes())
+    found, expected = (Gsm8k(Gsm8kOptions(data=str(data))) for data in (tmp_path / "marked.jsonl", plain))
+    assert found.problems(0, 0, 3) == expected.problems(0, 0, 3)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -163,7 +163,7 @@ def test_why_an_answer_could_not_be_judged_is_told_behind_a_reward_too(checked: 
 
 
 def test_a_function_that_raises_at_once_stops(checked: CheckedRows, completion: Make) -> None:
-    with pytest.raises(UserError, match="check raised ValueError: boom in step 1"):
+    with pytest.raises(UserError, match=r"check raised ValueError: boom \(checks.py line 2\) in step 1"):
         checked.reward(checked.problems(0, 0, 1), [completion("boom")])
 
 

@@ -51,6 +51,10 @@ def main(settings_text: str) -> None:
     control = socket.socket(fileno=settings["control_fd"])
     try:
         functions = _prepare(settings)
+    except Exception as error:  # a package that a function needs is missing or broken: the checker says so
+        _say_hello(control, {"layer": None, "error": f"{type(error).__name__}: {error}", "is_function": True})
+        return
+    try:
         walls = build_walls(
             is_strict=settings["is_strict"],
             readable=settings["readable"],
@@ -60,7 +64,7 @@ def main(settings_text: str) -> None:
     except LayerError as error:
         _say_hello(control, {"layer": error.layer, "error": error.strerror})
         return
-    except Exception as error:  # a package that a function needs is missing or broken: the checker says so
+    except Exception as error:
         _say_hello(control, {"layer": None, "error": f"{type(error).__name__}: {error}"})
         return
     gc.collect()

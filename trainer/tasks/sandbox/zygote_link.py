@@ -164,7 +164,8 @@ class ZygoteLink:
             content = {"layer": None, "error": str(error)}
         if content["error"] is not None:
             self.close()
-            raise SandboxError(f"the sandbox did not start: {content['error']}", content["layer"])
+            what = "they cannot be loaded" if content.get("is_function") else "the sandbox did not start"
+            raise SandboxError(f"{what}: {' '.join(content['error'].split())}", content["layer"])
         if self._process is not None and self._process.stderr is not None:
             self._process.stderr.close()
         self.abi = content["abi"]
