@@ -73,7 +73,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         files=("linear_grpo_full",),
-        command=("pytest", "--benchmark", "--benchmark-full", "-k", "linear_grpo and 151936"),
+        command=("pytest", "--benchmark", "--benchmark-full", "-k", "linear_grpo and 151936 and float32"),
         quick=(),
         results_option="--benchmark-results",
     ),
@@ -92,7 +92,18 @@ MEASUREMENTS = (
     Measurement(files=("scaling",), command=("benchmarks.scaling",), quick=("--rounds", "1")),
     Measurement(
         files=(f"versus_trl_step_{SMOLLM}", f"versus_trl_memory_{SMOLLM}"),
-        command=("benchmarks.versus_trl", SMOLLM_MODEL, "--ours", "fp32", "bf16", "--steps", "1"),
+        command=(
+            "benchmarks.versus_trl",
+            SMOLLM_MODEL,
+            "--ours",
+            "fp32",
+            "bf16",
+            "--peers",
+            "fp32",
+            "default",
+            "--steps",
+            "1",
+        ),
         quick=(),
     ),
     Measurement(

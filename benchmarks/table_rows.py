@@ -89,6 +89,7 @@ BF16_PEERS = ("default", "bf16", "vllm")
 PEER_NAMES = {
     "default": "bf16 autocast, gradient checkpointing (its defaults)",
     "fp32": "fp32",
+    "whole": "fp32, one micro-batch",
     "bf16": "bf16 autocast, no checkpointing",
     "checkpointing": "fp32, gradient checkpointing",
     "continuous": "fp32, continuous batching",

@@ -30,7 +30,7 @@ class PeerOptions:
     gradient_checkpointing: bool = False
     """TRL's default is on; off is faster where the memory is there."""
     micro_batch_rows: int = 8
-    """Most completions of a micro-batch, a divisor of the batch; 8 is TRL's default, and faster here than one piece."""
+    """Most completions of a micro-batch, of which the batch is a multiple; 8 is TRL's default."""
     has_continuous_batching: bool = False
     """Generation by transformers' continuous batching in place of `generate`."""
     has_liger: bool = False
@@ -69,6 +69,7 @@ class TrlPeer:
         self._rewards: list[float] = []
         self._num_tokens = 0
         self._trained_at = 0.0
+        self._num_left = options.num_steps
         self._open: list[str] = []
         """Spans that are open now, outermost first."""
         self._turn: queue.Queue[None] = queue.Queue()
@@ -88,6 +89,9 @@ class TrlPeer:
         start = time.perf_counter()
         self._turn.put(None)
         end = self._done.get()
+        self._num_left -= 1
+        if self._num_left == 0 or isinstance(end, BaseException):
+            self._thread.join()  # a thread inside torch while the interpreter ends takes the process down
         if isinstance(end, BaseException):
             raise end
         spans, t_step = self._spans, end - start
