@@ -16,7 +16,7 @@ help:
 	@echo 'make train    set up and train with GRPO      (ARGS="--steps 3" is passed on)'
 	@echo 'make test     set up and run the tests        (ARGS="-m slow -x" is passed on)'
 	@echo 'make lint     ruff and pyright                 make format   let ruff mend what it can'
-	@echo 'make bench    measure, and renew the tables    (ARGS=--quick only compares; 20 and 50 minutes on two cores)'
+	@echo 'make bench    measure, and renew the tables    (ARGS=--quick only compares; 25 and 45 minutes on two cores)'
 	@echo 'make install  only set up .venv               (PYTHON=python3.12 names the interpreter)'
 	@echo 'make clean    remove .venv and caches'
 
