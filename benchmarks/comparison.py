@@ -4,6 +4,7 @@ An implementation is timed only behind its own green check. One that is missing,
 says why. In each round the implementations rotate, so that a noisy machine hits all alike; minimum and median count.
 """
 
+import gc
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -188,6 +189,8 @@ def run_comparison(comparison: Comparison, *, rounds: int = ROUNDS, implementati
                 warm_s = sample_s(step, comparison.device)
         except Exception as error:  # the row says what happened; the others go on
             row.fail(error)
+        if row.failure is not None:
+            _free_memory()
             continue
         repeats = max(1, min(MAX_REPEATS, round(MIN_SAMPLE_S / warm_s)))
         is_needed = row.is_ours or row.is_floor or row.name == comparison.baseline
@@ -197,6 +200,23 @@ def run_comparison(comparison: Comparison, *, rounds: int = ROUNDS, implementati
     for number in range(rounds):
         for i in range(len(timed)):
             row, step, repeats, own_rounds = timed[(i + number) % len(timed)]
-            if number < own_rounds:
-                row.times_s.append(sample_s(step, comparison.device, repeats))
+            if number < own_rounds and row.failure is None:
+                _time_once(row, step, comparison.device, repeats)
     _summarise(comparison)
+
+
+def _time_once(row: Row, step: Step, device: torch.device, repeats: int) -> None:
+    """One more sample; what fails only here, where others hold memory too, costs its own row alone."""
+    try:
+        row.times_s.append(sample_s(step, device, repeats))
+    except Exception as error:
+        row.fail(error)
+        row.times_s.clear()
+    if row.failure is not None:
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """What a failed implementation took; not inside `except`, where the traceback still holds its tensors."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used

@@ -3,20 +3,18 @@
 T rows, V vocabulary, D width. An item that raises becomes a finding with its traceback; the next item goes on.
 """
 
-import gc
 import json
 import subprocess
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.comparison import Comparison, Implementation, Outputs, Step, output_errors, run_comparison, sample_s
+from benchmarks.comparison import Comparison, output_errors, run_comparison, sample_s
 from benchmarks.device_probe import copy_gbps, product_tflops
 from benchmarks.gpu_check_decode import decode_rates
 from benchmarks.gpu_check_finding import LEFT_OUT, CheckContext, Finding, Found, Group
@@ -228,54 +226,6 @@ def peak_bytes(context: CheckContext) -> Iterator[Found]:
         yield f"peak {design}", peak <= limit, text, figures
 
 
-def _measure(comparison: Comparison, *, implementation_s: float) -> None:
-    """`run_comparison`, with a failed implementation's memory given back before the next one starts.
-
-    What fails only while it is timed, when others hold memory too, would end the comparison: it is run again without.
-    """
-    unfreed: list[str] = []
-    lost: dict[str, str] = {}
-
-    def guarded(implementation: Implementation) -> Implementation:
-        def make(case: object) -> Step:
-            if unfreed:  # here, and not where it was raised: there the traceback still holds the tensors
-                unfreed.clear()
-                _free_memory()
-            try:
-                if implementation.name in lost:
-                    raise RuntimeError(lost[implementation.name])
-                step = implementation.make(case)
-            except Exception:
-                unfreed.append(implementation.name)
-                raise
-
-            def noted_step() -> Outputs:
-                try:
-                    return step()
-                except Exception:
-                    unfreed.append(implementation.name)
-                    raise
-
-            return noted_step
-
-        return replace(implementation, make=make)
-
-    comparison.implementations = [guarded(implementation) for implementation in comparison.implementations]
-    while True:
-        try:
-            return run_comparison(comparison, implementation_s=implementation_s)
-        except Exception as error:
-            if not unfreed or unfreed[-1] in lost:
-                raise
-            lost[unfreed[-1]] = f"while it was timed: {type(error).__name__}: {error}"
-            comparison.rows.clear()
-
-
-def _free_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
-
-
 OpCase = tuple[str, Callable[[], Comparison]]
 """An op, and what makes one of its cases."""
 
@@ -293,7 +243,7 @@ def _timed(context: CheckContext, todo: Sequence[OpCase]) -> Iterator[Found]:
             yield "case", None, f"{LEFT_OUT}; no file of {', '.join(unwritten)}", {}
             return
         comparison = make()
-        _measure(comparison, implementation_s=0.02 if context.is_quick else 0.25)
+        run_comparison(comparison, implementation_s=0.02 if context.is_quick else 0.25)
         facts = comparison.as_json()
         by_op[op].append(facts)
         ours = [row for row in comparison.rows if row.is_ours]

@@ -1,10 +1,13 @@
 """The harness: what is timed, what is not and why, who is compared with whom."""
 
+import gc
 import itertools
+import weakref
 
+import pytest
 import torch
 
-from benchmarks.comparison import Comparison, Implementation, Outputs, Row, output_errors, run_comparison
+from benchmarks.comparison import Comparison, Implementation, Outputs, Row, Step, output_errors, run_comparison
 from benchmarks.peak_memory import peak_extra_bytes
 from benchmarks.table import render
 
@@ -54,6 +57,52 @@ def test_a_missing_peer_keeps_its_row_and_says_why() -> None:
     assert rows["peer"].failure == "ImportError: no module named peer"
     assert "missing" in str(rows["peer"].failure_traceback)
     assert len(rows["eager"].times_s) == 2
+
+
+class Block:
+    """Stands for memory that an implementation took."""
+
+    def __init__(self) -> None:
+        self.me = self  # so that only the garbage collector frees it
+
+
+@pytest.mark.parametrize("steps_before", [0, 5])
+def test_an_implementation_out_of_memory_costs_its_own_row_alone(steps_before: int) -> None:
+    """At its first step; or, with 5 good ones before, as late as the timed rounds."""
+    blocks: list[weakref.ref[Block]] = []
+    num_steps = 0
+
+    def hungry(x: torch.Tensor) -> Step:
+        def step() -> Outputs:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > steps_before:
+                block = Block()
+                blocks.append(weakref.ref(block))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return {"y": 2 * x}
+
+        return step
+
+    def next_one(x: torch.Tensor) -> Step:
+        def step() -> Outputs:
+            assert not any(block() for block in blocks), "memory of the one before is still held"
+            return {"y": 2 * x}
+
+        return step
+
+    gc.disable()
+    try:
+        rows = rows_of(
+            doubling("ours", is_ours=True),
+            Implementation(name="eager", make=hungry),
+            Implementation(name="bare", make=next_one),
+        )
+    finally:
+        gc.enable()
+    assert blocks and "OutOfMemoryError: CUDA out of memory" in str(rows["eager"].failure)
+    assert rows["eager"].median_s is None and rows["eager"].times_s == []
+    assert rows["ours"].median_s and rows["bare"].median_s, rows["bare"].failure
 
 
 def test_implementations_rotate() -> None:

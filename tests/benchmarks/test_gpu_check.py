@@ -1,11 +1,9 @@
 """benchmarks/gpu_check.py as it is started on a machine with a GPU, on tiny shapes and without one."""
 
-import gc
 import json
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +13,10 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_check_items
-from benchmarks.comparison import Comparison, Implementation, Outputs, Step
+from benchmarks.comparison import Comparison
 from benchmarks.gpu_check_finding import CheckContext
 from benchmarks.record import device_name
+from benchmarks.small_ops import small_comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--device", "cpu", "--quick")
@@ -141,30 +140,14 @@ def quick_context(folder: Path, deadline_s: float) -> CheckContext:
     return CheckContext(device=device, is_quick=True, results=folder, lines=folder / "lines", deadline_s=deadline_s)
 
 
-def fake_comparison(op: str, implementations: list[Implementation]) -> Comparison:
-    return Comparison(
-        op=op,
-        device=torch.device("cpu"),
-        conditions={"T": 4},
-        case=torch.ones(4),
-        check_case=torch.ones(2),
-        truths={"op": {"y": torch.full((2,), 2.0, dtype=torch.float64)}},
-        bounds={"y": 1e-6},
-        peer_bounds={"y": 1e-2},
-        implementations=implementations,
-    )
-
-
-def doubling(x: torch.Tensor) -> Step:
-    return lambda: {"y": 2 * x}
-
-
-OURS = Implementation(name="ours", make=doubling, is_ours=True)
-
-
 def test_a_file_is_written_once_all_cases_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cases of linear_grpo, then one of linear_logprob."""
-    monkeypatch.setattr(gpu_check_items, "head_comparison", lambda op, *_, **__: fake_comparison(op, [OURS]))
+    """Two cases of linear_grpo, then one of linear_logprob; a small op stands for each."""
+
+    def one_case(*_: object, **__: object) -> Comparison:
+        sizes, device = {"T": 4, "D": 8}, torch.device("cpu")
+        return small_comparison("rms_norm", sizes, torch.float32, device, 10.0, has_compile=False)
+
+    monkeypatch.setattr(gpu_check_items, "head_comparison", one_case)
     folder = tmp_path / device_name(torch.device("cpu"))
     folder.mkdir()
     (folder / "linear_grpo.json").write_text("complete")
@@ -184,52 +167,6 @@ def test_cases_left_out_are_not_all_right(capsys: pytest.CaptureFixture[str]) ->
     lines = [gpu_check.Finding(group="small", item="case", ok=ok, text=text) for text, ok in found.items()]
     assert gpu_check.report(lines) == 0
     assert capsys.readouterr().out == "gpu_check: 1 checks, incomplete: cases of small left out\n"
-
-
-class Block:
-    """Stands for memory that an implementation took."""
-
-    def __init__(self) -> None:
-        self.me = self  # so that only the garbage collector frees it
-
-
-@pytest.mark.parametrize("steps_before", [0, 5])
-def test_an_implementation_out_of_memory_costs_its_own_row_alone(
-    steps_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At its first step; or, with 5 good ones before, as late as the timed rounds."""
-    blocks: list[weakref.ref[Block]] = []
-    num_steps = 0
-
-    def hungry(x: torch.Tensor) -> Step:
-        def step() -> Outputs:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps > steps_before:
-                block = Block()
-                blocks.append(weakref.ref(block))
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return {"y": 2 * x}
-
-        return step
-
-    def next_one(x: torch.Tensor) -> Step:
-        assert not any(block() for block in blocks), "memory of the one before is still held"
-        return doubling(x)
-
-    rows = [OURS, Implementation(name="eager", make=hungry), Implementation(name="bare", make=next_one)]
-    monkeypatch.setattr(gpu_check_items, "head_comparison", lambda op, *_, **__: fake_comparison(op, rows[:]))
-    gc.disable()
-    try:
-        found = list(gpu_check_items.head_cases(quick_context(tmp_path, deadline_s=float("inf"))))
-    finally:
-        gc.enable()
-    assert blocks and [ok for _, ok, _, _ in found] == [True] * 3
-    (path,) = tmp_path.rglob("linear_grpo.json")
-    for case in json.loads(path.read_text())["cases"]:
-        ours, eager, bare = case["rows"]
-        assert "OutOfMemoryError: CUDA out of memory" in eager["failure"] and eager["median_s"] is None
-        assert ours["median_s"] and bare["median_s"], bare["failure"]
 
 
 @pytest.mark.slow
